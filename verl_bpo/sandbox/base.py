@@ -1,0 +1,162 @@
+"""The protocol between rollouts and the worlds that agents act in.
+
+Two roles. An :class:`Environment` is what an author writes: one live world in one state, driven by text. A
+:class:`Sandbox` is what a rollout holds: a handle on one branch of that world, which can be snapshot and forked. A
+backend (``memory``, ``replay``, ...) turns the first into the second, so an author never writes branching code.
+
+Nothing here knows verl, ray or torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class SandboxError(Exception):
+    """Something went wrong in one sandbox. The branch that meets it is lost; its tree goes on."""
+
+
+class SandboxCrashed(SandboxError):
+    """The environment, or the process it lives in, died."""
+
+
+class SandboxTimeout(SandboxError):
+    """The environment did not answer in time and was stopped."""
+
+
+class SnapshotUnsupported(SandboxError):
+    """The environment's state can't be captured by the chosen backend; the message says what to do."""
+
+
+class TaskError(SandboxError):
+    """The task can't be opened: an unknown id, a missing or broken file."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the world answers to ``reset`` or ``step``.
+
+    ``reward`` is this step's own reward, not a running sum. ``terminated`` means that the task ended by its own rules
+    (solved, lost, submitted): the value of what follows is zero. ``truncated`` means that a limit cut the episode: what
+    would have followed still has a value, so an estimator with a critic bootstraps there.
+    """
+
+    text: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    actions: tuple[str, ...] | None = None
+    """Admissible actions in this state, or None when the environment doesn't list them."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist."""
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Environment(ABC):
+    """One live world, in one state. Subclass this to bring an own environment.
+
+    The contract: after the same ``reset(task, seed)`` the same actions give the same observations; ``load_state(s)``
+    brings back exactly the state that ``save_state()`` returned ``s`` from, any number of times, in any order, until
+    the next ``reset``. An instance is used by one thread at a time.
+    """
+
+    @abstractmethod
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        """Open ``task`` (an id or a path that this environment understands).
+
+        Raises:
+            TaskError: the task doesn't exist or can't be read.
+        """
+
+    @abstractmethod
+    def step(self, action: str) -> Observation:
+        """Act. An action that the world doesn't understand is an ordinary step with the world's own answer."""
+
+    def save_state(self) -> Any:
+        """The whole mutable state as an object that later steps don't change.
+
+        Leave it out when the state can be deep-copied: the ``memory`` backend then copies the environment.
+        """
+        raise SnapshotUnsupported(f"{type(self).__name__} has no save_state")
+
+    def load_state(self, state: Any) -> None:
+        """Go back to ``state``, which stays valid afterwards."""
+        raise SnapshotUnsupported(f"{type(self).__name__} has no load_state")
+
+    def expert_actions(self) -> list[str] | None:
+        """A sequence of actions that solves the task as it was reset, or None when none is known."""
+        return None
+
+    def close(self) -> None:
+        """Free everything. Called once; nothing is called afterwards."""
+
+    @classmethod
+    def tasks(cls, split: str = "train", **kwargs: Any) -> list[str]:
+        """Task ids of a split in a fixed order (used to write prompt files)."""
+        raise NotImplementedError(f"{cls.__name__} lists no tasks")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a sandbox's snapshots hold and how they may be used."""
+
+    snapshot: bool = True
+    nested: bool = True
+    """A fork can be snapshot and forked again."""
+    exact: bool = True
+    """A restored branch continues bit for bit like the original (False: by replay of a world that may drift)."""
+
+
+class Snapshot(ABC):
+    """A frozen state of one sandbox's world. Fork from it as often as needed; release it when done."""
+
+    nbytes: int | None = None
+    """Size in bytes where it is known."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give its memory back. Forks made from it live on. Safe to call twice."""
+
+
+class Sandbox(ABC):
+    """One branch of a world.
+
+    A sandbox may be used from any thread, by one call at a time; different sandboxes of one world may be used at once.
+    """
+
+    capabilities: Capabilities = Capabilities()
+    env_steps: int = 0
+    """Environment steps executed through this handle (its own, not its ancestors'): the cost counted by budgets."""
+
+    @abstractmethod
+    def reset(self, task: str, seed: int = 0) -> Observation: ...
+
+    @abstractmethod
+    def step(self, action: str) -> Observation: ...
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Freeze the present state.
+
+        Raises:
+            SnapshotUnsupported: this world can't; the message says which setting would.
+        """
+
+    @abstractmethod
+    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
+        """``count`` new sandboxes, each in the snapshot's state. One that fails is returned as its exception."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give this branch back. Snapshots and forks made from it stay usable. Safe to call twice."""
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,91 @@
+"""From a batch of rows to one forest of turns, and back to tokens. Pure data, no verl, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Forest:
+    """All trees of a batch, concatenated; parents before children, ids shifted to be global.
+
+    Turn tensors have N entries, trajectory tensors L. ``prompt`` numbers the prompts (several trees of one prompt
+    share a number); ``offset`` maps a session to the shift of its turn ids.
+    """
+
+    parent: torch.Tensor
+    trajectory: torch.Tensor
+    prompt: torch.Tensor
+    trunk: torch.Tensor
+    exchangeable: torch.Tensor
+    leaf_return: torch.Tensor
+    usable: torch.Tensor
+    truncated: torch.Tensor
+    depth: torch.Tensor
+    score: torch.Tensor
+    reward: torch.Tensor
+    offset: dict[str, int]
+    tree_sizes: list[int]
+    counters: list[dict[str, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def build_forest(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> Forest:
+    """Concatenate trees.
+
+    Args:
+        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``).
+        prompts: per session the id of its prompt.
+    """
+    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "trunk", "exchangeable", "score", "reward")}
+    leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "depth")}
+    prompt, offset, sizes, counters, failures = [], {}, [], [], []
+    numbers: dict[str, int] = {}
+    for session, record in sessions.items():
+        tree = record["topology"]
+        shift, leaf_shift = len(turns["parent"]), len(leaves["leaf_return"])
+        offset[session] = shift
+        sizes.append(len(tree["parent"]))
+        turns["parent"] += [p + shift if p >= 0 else -1 for p in tree["parent"]]
+        turns["trajectory"] += [t + leaf_shift for t in tree["trajectory"]]
+        for key in ("trunk", "exchangeable", "reward"):
+            turns[key] += tree[key]
+        turns["score"] += [float("nan") if s is None else s for s in tree["score"]]
+        for key in leaves:
+            leaves[key] += tree[key]
+        prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
+        counters.append(record["counters"])
+        failures += record["failures"]
+    integer, boolean, real = torch.long, torch.bool, torch.float64
+    return Forest(
+        parent=torch.tensor(turns["parent"], dtype=integer),
+        trajectory=torch.tensor(turns["trajectory"], dtype=integer),
+        prompt=torch.tensor(prompt, dtype=integer),
+        trunk=torch.tensor(turns["trunk"], dtype=boolean),
+        exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
+        leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
+        usable=torch.tensor(leaves["usable"], dtype=boolean),
+        truncated=torch.tensor(leaves["truncated"], dtype=boolean),
+        depth=torch.tensor(leaves["depth"], dtype=integer),
+        score=torch.tensor(turns["score"], dtype=real),
+        reward=torch.tensor(turns["reward"], dtype=real),
+        offset=offset,
+        tree_sizes=sizes,
+        counters=counters,
+        failures=failures,
+    )
+
+
+def spread(values: torch.Tensor, nodes: list[int], starts: list[int], ends: list[int], length: int) -> torch.Tensor:
+    """Per-turn ``values`` on the tokens of one row: [length], value of turn ``nodes[i]`` on ``starts[i]:ends[i]``, 0
+    elsewhere."""
+    out = torch.zeros(length, dtype=values.dtype)
+    if nodes:
+        begin = torch.tensor(starts)
+        lengths = torch.tensor(ends) - begin
+        first = torch.repeat_interleave(begin - (lengths.cumsum(0) - lengths), lengths)
+        out[first + torch.arange(int(lengths.sum()))] = torch.repeat_interleave(values[torch.tensor(nodes)], lengths)
+    return out

@@ -1,0 +1,177 @@
+"""From "one key" to a whole run: completes and checks verl's config before Ray starts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_bpo.config.schema import BPOConfig, ConfigError, build
+
+AGENT_LOOP = "tree_agent"
+MANAGER = "verl_bpo.rollout.manager.TreeManager"
+ESTIMATORS = ("bpo",)
+
+
+def asks_for_us(config: DictConfig) -> bool:
+    """Whether a run wants tree rollouts: by its estimator, its agent loop, or any ``bpo.*`` key."""
+    agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    return config.algorithm.adv_estimator in ESTIMATORS or agent == AGENT_LOOP or bool(config.get("bpo"))
+
+
+def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """verl calls ``validate_config`` first of all, before Ray starts: the place to complete the config."""
+
+    @functools.wraps(validate)
+    def wrapped(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
+        if asks_for_us(config):
+            try:
+                prepare(config)
+            except ConfigError as error:
+                raise SystemExit(f"verl_bpo: {error}") from None
+        return validate(config, *args, **kwargs)
+
+    return wrapped
+
+
+def prepare(config: DictConfig) -> BPOConfig:
+    """Complete ``config`` in place.
+
+    Raises:
+        ConfigError: keys that are unknown, out of range or contradict each other.
+    """
+    from verl_bpo.plugin import ERRORS, on_cpu
+
+    if ERRORS:
+        raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
+    tree = config.algorithm.adv_estimator in ESTIMATORS
+    user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
+    resolved = build(_without_unset(user), "paper" if tree else "plain")
+    _check(config, resolved, tree)
+    with open_dict(config):
+        config.bpo = OmegaConf.create(_as_dict(resolved))
+        config.trainer.use_v1 = True
+        if config.trainer.v1.trainer_mode == "sync":
+            config.trainer.v1.trainer_mode = "bpo_sync"
+        rollout = config.actor_rollout_ref.rollout
+        rollout.agent.default_agent_loop = AGENT_LOOP
+        rollout.agent.agent_loop_manager_class = MANAGER
+        rollout.calculate_log_probs = True
+        _environment(config, "VERL_BPO_ENTROPY", "1")
+        if on_cpu():
+            adjusted = cpu_defaults(config)
+            if adjusted:
+                print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
+    return resolved
+
+
+def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
+    mode = config.trainer.v1.trainer_mode
+    if mode not in ("sync", "bpo_sync"):
+        raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync (or bpo_sync)")
+    if tree and config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.use_kl_in_reward=True adds token rewards, which sibling returns don't see: set it to False and "
+            "use actor_rollout_ref.actor.use_kl_loss=True"
+        )
+    if not tree and bpo.branch.selector != "none":
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} takes independent trajectories, but "
+            f"bpo.branch.selector={bpo.branch.selector} branches: set bpo.preset=plain or adv_estimator=bpo"
+        )
+    if not tree and bpo.branch.root_samples != 1:
+        raise ConfigError(
+            f"bpo.branch.root_samples={bpo.branch.root_samples} is for adv_estimator=bpo; independent trajectories are "
+            f"counted by actor_rollout_ref.rollout.n"
+        )
+    if bpo.updates_per_step and config.data.train_batch_size < bpo.updates_per_step:
+        raise ConfigError(
+            f"bpo.updates_per_step={bpo.updates_per_step} is more than data.train_batch_size="
+            f"{config.data.train_batch_size} prompts"
+        )
+    alone = bpo.branch.selector == "none" and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
+    if tree and alone and config.actor_rollout_ref.rollout.n == 1:
+        raise ConfigError(
+            "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
+            "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
+        )
+    room = config.data.max_response_length
+    if bpo.env.max_action_tokens > room:
+        raise ConfigError(
+            f"bpo.env.max_action_tokens={bpo.env.max_action_tokens} is more than data.max_response_length={room}, which "
+            f"holds a whole trajectory after its prompt"
+        )
+
+
+def cpu_defaults(config: DictConfig) -> list[str]:
+    """Settings without which verl can't run on a CPU; returns those that were changed."""
+    from verl_bpo.platform.vllm import vllm_usable
+
+    ranks = config.trainer.n_gpus_per_node
+    ranks = ranks if ranks <= (os.cpu_count() or 1) else 1
+    wanted: dict[str, Any] = {
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": ranks,
+        "ray_kwargs.ray_init.num_gpus": ranks,  # logical: placement groups ask for them
+        "ray_kwargs.ray_init.include_dashboard": False,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "reward.num_workers": 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "critic.strategy": "fsdp2",
+        "critic.model.use_remove_padding": False,
+        "critic.model.override_config.attn_implementation": "sdpa",
+    }
+    if config.actor_rollout_ref.rollout.name != "vllm" or not vllm_usable():
+        wanted["actor_rollout_ref.rollout.name"] = "hf"
+    if not config.ray_kwargs.ray_init.get("num_cpus"):
+        wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other
+    for role, engine in (
+        ("actor_rollout_ref.actor", "fsdp_config"),
+        ("actor_rollout_ref.ref", "fsdp_config"),
+        ("critic", "fsdp"),
+    ):
+        wanted[f"{role}.strategy"] = "fsdp2"
+        wanted[f"{role}.{engine}.model_dtype"] = "fp32"
+        wanted[f"{role}.{engine}.use_torch_compile"] = False
+        for part in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            wanted[f"{role}.{engine}.mixed_precision.{part}"] = "fp32"
+    wanted["actor_rollout_ref.actor.use_torch_compile"] = False
+    changed = []
+    for key, value in wanted.items():
+        if OmegaConf.select(config, key) != value:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+            changed.append(f"{key}={value}")
+    return changed
+
+
+def _environment(config: DictConfig, name: str, value: str) -> None:
+    """Set an environment variable here and in every Ray worker."""
+    os.environ[name] = value
+    OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{name}", value, merge=True, force_add=True)
+
+
+def _without_unset(values: dict[str, Any]) -> dict[str, Any]:
+    """A yaml that lists every key writes null for those left to the preset."""
+    out = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "kwargs":
+            value = _without_unset(value)
+            if not value:
+                continue
+        if value is not None:
+            out[key] = value
+    return out
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(config)

@@ -1,0 +1,283 @@
+"""``trainer.v1.trainer_mode=bpo_sync``: verl's synchronous trainer, for rows that belong to trees."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf, open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.config import omega_conf_to_dataclass
+
+from verl_bpo.advantages.bpo import bpo_advantages
+from verl_bpo.config.schema import build
+from verl_bpo.trainer.forest import Forest, build_forest, spread
+from verl_bpo.trainer.losses import policy_loss
+from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
+
+STATE_FILE = "verl_bpo.json"
+
+
+def _plain_list(values: Any) -> list:
+    """Non-tensor fields come out of TransferQueue as an array, a LinkedList or a NonTensorStack, by their content."""
+    items = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [getattr(item, "data", item) for item in items]
+
+
+@register_trainer("bpo_sync")
+class TreeTrainer(PPOTrainerSync):
+    """Adds to verl's synchronous trainer: advantages over trees, a fixed number of optimizer steps whatever the number
+    of rows, and compute counters for every algorithm."""
+
+    def __init__(self, config: Any) -> None:
+        with open_dict(config):
+            # verl compares the mode with "sync" to choose the replay buffer and the checkpoint's content.
+            config.trainer.v1.trainer_mode = "sync"
+        self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
+        self.totals: Counter[str] = Counter()
+        super().__init__(config)
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = self.bpo.poll_interval
+        return buffer
+
+    def _setup(self) -> None:
+        super()._setup()
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(partial(policy_loss, config=actor))
+
+    # --- optimizer steps --------------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps a training step and epoch: rows vary with the trees, updates must not."""
+        if self.bpo.updates_per_step is not None:
+            return self.bpo.updates_per_step
+        return max(1, self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        return dp_size * self.updates_per_step
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        batch = super()._balance_batch(batch, metrics, **kwargs)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        size = len(batch) // ranks
+        order: list[int] = []
+        for rank in range(ranks):
+            order += _spread_padding(batch.tags[rank * size : (rank + 1) * size], rank * size)
+        batch.reorder(order)
+        return batch
+
+    def _mini_batches(self, batch: KVBatchMeta, section: Any, update: Any, metrics: dict) -> KVBatchMeta:
+        """Run verl's ``update`` with mini-batches of ``rows / updates_per_step`` rows.
+
+        verl multiplies ``ppo_mini_batch_size`` by ``rollout.n``, which says nothing about the rows of a tree.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        rows, (size, n) = len(batch) // self.updates_per_step, (section.ppo_mini_batch_size, rollout.n)
+        with open_dict(self.config):
+            section.ppo_mini_batch_size, rollout.n = rows, 1
+        try:
+            return update(batch, metrics)
+        finally:
+            with open_dict(self.config):
+                section.ppo_mini_batch_size, rollout.n = size, n
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        actor = self.config.actor_rollout_ref.actor
+        batch = self._mini_batches(batch, actor, super()._update_actor, metrics)
+        self.totals["updates"] += self.updates_per_step * actor.ppo_epochs
+        metrics["compute/updates"] = float(self.totals["updates"])
+        return batch
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self._mini_batches(batch, self.config.critic, super()._update_critic, metrics)
+
+    # --- advantages -------------------------------------------------------------------------------------------------
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        padding = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "extra_fields"]
+        )
+        uids, extras = _plain_list(data["uid"]), _plain_list(data["extra_fields"])
+        forest = self._forest(batch.keys, uids, extras, padding)
+        self._count(forest, metrics)
+        metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
+        if self.config.algorithm.adv_estimator != "bpo":
+            return self._stock_advantage(batch, uids, extras, metrics)
+
+        options = self.bpo.advantage
+        result = bpo_advantages(
+            forest.parent,
+            forest.trajectory,
+            forest.prompt,
+            forest.leaf_return,
+            forest.usable,
+            forest.exchangeable,
+            forest.trunk,
+            baseline=options.baseline,
+            normalize=options.normalize,
+            leaf_return=options.leaf_return,
+            weighting=options.weighting,
+            trunk_in_siblings=options.trunk_in_siblings,
+        )
+        metrics.update(advantage_metrics(forest, result))
+        self._dump_advantages(forest, uids, batch.keys, result)
+        weighted = (result.advantage * result.weight).float()
+        advantages, masks = [], []
+        for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding):
+            row = extra.get("row") or {"nodes": []}
+            shift = 0 if pad else forest.offset[_session(key)]
+            nodes = [] if pad else [n + shift for n in row["nodes"]]
+            spans = (nodes, row.get("starts", []), row.get("ends", []), len(mask))
+            advantages.append(spread(weighted, *spans))
+            masks.append((spread(result.valid.long(), *spans) * mask).to(mask.dtype))
+        return self._put(batch, advantages, masks, metrics)
+
+    def _put(self, batch: KVBatchMeta, advantages: list, masks: list, metrics: dict) -> KVBatchMeta:
+        """Write advantages, returns and the masks of what is trained; then verl's rollout correction, if it is on."""
+        jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        fields = {
+            "advantages": jagged(advantages),
+            "returns": jagged(advantages),
+            "response_mask": jagged(masks),
+            "loss_mask": jagged(masks),
+        }
+        metrics["bpo/trained_tokens"] = float(sum(int(m.sum()) for m in masks))
+        correction = self.config.algorithm.get("rollout_correction", None)
+        if correction is not None and not correction.get("bypass_mode", False):
+            fields.update(self._rollout_correction(batch, fields, correction, metrics))
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
+        )
+
+    @staticmethod
+    def _rollout_correction(batch: KVBatchMeta, fields: dict, correction: Any, metrics: dict) -> dict:
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs", "old_log_probs"]
+        )
+        data["response_mask"] = fields["response_mask"]
+        lengths = fields["response_mask"].offsets().diff().tolist()
+        proto = DataProto(batch=data.to_padded_tensor())
+        proto, extra = compute_rollout_correction_and_add_to_batch(proto, correction)
+        metrics.update(extra)
+        out = {}
+        for key in ("response_mask", "rollout_is_weights"):
+            if key in proto.batch:
+                rows = [row[:n] for row, n in zip(proto.batch[key], lengths)]
+                out[key] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        out["loss_mask"] = out["response_mask"]
+        return out
+
+    def _stock_advantage(self, batch: KVBatchMeta, uids: list, extras: list, metrics: dict) -> KVBatchMeta:
+        """verl's own estimator, unchanged; a row that stands for a lost tree leaves its prompt's group."""
+        lost = [i for i, e in enumerate(extras) if (e.get("row") or {}).get("trajectory") == -1]
+        if lost:
+            renamed = list(uids)
+            for i in lost:
+                renamed[i] = f"{uids[i]}-lost-{i}"
+            fields = TensorDict({}, batch_size=len(batch))
+            fields["uid"] = np.array(renamed, dtype=object)
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        return super()._compute_advantage(batch, metrics)
+
+    @staticmethod
+    def _forest(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> Forest:
+        sessions, prompts = {}, {}
+        for key, uid, extra, pad in zip(keys, uids, extras, padding):
+            if not pad and extra.get("tree") is not None:
+                sessions[_session(key)] = extra["tree"]
+                prompts[_session(key)] = uid
+        return build_forest(sessions, prompts)
+
+    # --- counting ---------------------------------------------------------------------------------------------------
+
+    def _count(self, forest: Forest, metrics: dict) -> None:
+        if forest.failures and not bool(forest.usable.any()):
+            raise RuntimeError(
+                f"every trajectory of step {self.global_steps} was lost to its environment; the first: {forest.failures[0]}"
+            )
+        for counters in forest.counters:
+            for key in COMPUTE_COUNTERS:
+                self.totals[key] += int(counters.get(key, 0))
+        metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
+        metrics.update(tree_metrics(forest))
+
+    def _dump_advantages(self, forest: Forest, uids: list, keys: list[str], result: Any) -> None:
+        if self.bpo.dump_dir is None:
+            return
+        folder = Path(self.bpo.dump_dir) / "advantages"
+        folder.mkdir(parents=True, exist_ok=True)
+        prompt_of = {_session(k): u for k, u in zip(keys, uids)}
+        with open(folder / f"{self.global_steps:06d}.jsonl", "w") as file:
+            for (session, shift), size in zip(forest.offset.items(), forest.tree_sizes):
+                own = slice(shift, shift + size)
+                record = {
+                    "step": self.global_steps,
+                    "uid": prompt_of[session],
+                    "session": int(session.rsplit("_", 1)[1]),
+                    "options": vars(self.bpo.advantage),
+                    "advantage": result.advantage[own].tolist(),
+                    "weight": result.weight[own].tolist(),
+                    "valid": result.valid[own].tolist(),
+                }
+                file.write(json.dumps(record) + "\n")
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        partial_file = folder / f".{STATE_FILE}.partial"
+        partial_file.write_text(json.dumps({"totals": dict(self.totals)}))
+        os.replace(partial_file, folder / STATE_FILE)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps == 0:
+            return
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = self.config.trainer.resume_from_path
+        else:
+            folder = find_latest_ckpt_path(os.path.abspath(self.config.trainer.default_local_dir))
+        state = Path(folder) / STATE_FILE
+        if state.exists():
+            self.totals.update(json.loads(state.read_text())["totals"])
+
+
+def _session(key: str) -> str:
+    """``{uid}_{session}`` of a row's key ``{uid}_{session}_{index}``."""
+    return key.rsplit("_", 1)[0]
+
+
+def _spread_padding(tags: list[dict], start: int) -> list[int]:
+    """Order of one rank's rows with its padding rows spread evenly, so that no mini-batch is padding alone."""
+    padding = [start + i for i, tag in enumerate(tags) if tag.get("is_padding", False)]
+    real = [start + i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
+    order, taken = [], 0
+    for slot in range(len(tags)):
+        due = int((slot + 1) * len(padding) / len(tags))
+        if due > taken:
+            order.append(padding[taken])
+            taken += 1
+        else:
+            order.append(real[slot - taken])
+    return order

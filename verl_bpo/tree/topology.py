@@ -1,0 +1,137 @@
+"""A rollout tree as data.
+
+A node is one *turn*: the action that the model sampled and the observation that followed it. It stores only the tokens
+it adds. A trajectory is one uninterrupted rollout: the backbone, a further root sample, or a fork; it ends in a leaf. The
+path of a leaf runs through the nodes of its own trajectory and, above the branch point, through those of its ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+ROOT = -1
+"""Parent of a node whose action was taken in the initial state."""
+
+End = Literal["terminated", "truncated", "failed"]
+
+
+@dataclass
+class Node:
+    """One turn. ``action_*`` lists have one entry per sampled token."""
+
+    parent: int
+    trajectory: int
+    action_ids: list[int]
+    action_logprobs: list[float]
+    action_entropy: list[float]
+    """True entropy in nats of the distribution that each token was sampled from."""
+    observation_ids: list[int] = field(default_factory=list)
+    """Everything between this action and the next one in the conversation: template glue, observation, generation
+    prompt. Empty at a leaf. In ``window`` context the next prompt is in ``prompt_ids`` instead."""
+    prompt_ids: list[int] | None = None
+    """``window`` context: the whole prompt that this action was sampled from. None in ``full`` context."""
+    reward: float = 0.0
+    action_text: str = ""
+    observation_text: str = ""
+    actions: tuple[str, ...] | None = None
+    """Admissible actions in the state where this action was taken."""
+    score: float | None = None
+    """Branch score of the state in which this action was taken."""
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    valid_action: bool = True
+    """Whether an action could be parsed from the model's text."""
+
+
+@dataclass
+class Trajectory:
+    """One rollout from ``start`` (its first node) to its leaf.
+
+    ``parent`` is the node after which it was forked, ROOT for root samples. ``exchangeable`` says whether its first
+    action is a fair draw from the policy given the state that it starts in; the continuation of a trunk that was forked
+    has no trajectory of its own, see :attr:`Tree.trunk_exchangeable`.
+    """
+
+    parent: int = ROOT
+    start: int = -1
+    leaf: int = -1
+    end: End | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Tree:
+    """All turns sampled for one task, in the order they were sampled (a parent always precedes its children)."""
+
+    prompt_ids: list[int]
+    nodes: list[Node] = field(default_factory=list)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    trunk_exchangeable: dict[int, bool] = field(default_factory=dict)
+    """Per branch point (the node after which it lies, or ROOT): may the trunk's own continuation stand among the siblings?
+    True only when the point was chosen from the state alone."""
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def add_trajectory(self, parent: int = ROOT) -> int:
+        self.trajectories.append(Trajectory(parent=parent))
+        return len(self.trajectories) - 1
+
+    def add_node(self, node: Node) -> int:
+        """Append a turn to its trajectory; returns its id."""
+        trajectory = self.trajectories[node.trajectory]
+        expected = trajectory.parent if trajectory.leaf < 0 else trajectory.leaf
+        if node.parent != expected:
+            raise ValueError(f"node's parent is {node.parent}, but its trajectory continues after {expected}")
+        self.nodes.append(node)
+        index = len(self.nodes) - 1
+        if trajectory.start < 0:
+            trajectory.start = index
+        trajectory.leaf = index
+        return index
+
+    def path(self, node: int) -> list[int]:
+        """Node ids from the initial state down to ``node``, both ends included; empty for ROOT."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.nodes[node].parent
+        return path[::-1]
+
+    def children(self, node: int) -> list[int]:
+        return [i for i, other in enumerate(self.nodes) if other.parent == node]
+
+    def depth(self, node: int) -> int:
+        """Number of turns on the path to ``node``; 0 for ROOT."""
+        return len(self.path(node))
+
+    def branch_points(self) -> list[int]:
+        """Nodes (or ROOT) after which more than one usable action was taken."""
+        counts: dict[int, int] = {}
+        for trajectory in self.usable():
+            counts[trajectory.parent] = counts.get(trajectory.parent, 0) + 1
+        trunk = {self.nodes[i].parent for i in range(len(self.nodes)) if i not in self._starts()}
+        return sorted(p for p, n in counts.items() if n + (p in trunk) > 1)
+
+    def usable(self) -> Iterator[Trajectory]:
+        """Trajectories that reached an end of their own (not lost to a failure)."""
+        return (t for t in self.trajectories if t.leaf >= 0 and t.end in ("terminated", "truncated"))
+
+    def trajectory_return(self, trajectory: Trajectory) -> float:
+        """Sum of rewards from the initial state to the trajectory's leaf."""
+        return sum(self.nodes[i].reward for i in self.path(trajectory.leaf))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON. Inverse of :meth:`from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Tree:
+        data = dict(data)
+        data["nodes"] = [Node(**{**n, "actions": tuple(n["actions"]) if n["actions"] else None}) for n in data["nodes"]]
+        data["trajectories"] = [Trajectory(**t) for t in data["trajectories"]]
+        data["trunk_exchangeable"] = {int(k): v for k, v in data["trunk_exchangeable"].items()}
+        return cls(**data)
+
+    def _starts(self) -> set[int]:
+        return {t.start for t in self.trajectories}
