@@ -2,7 +2,7 @@
 
 verl's own modules are heavy and import each other, so each registration waits until verl has imported the module that
 holds the registry. verl 0.9.1 logs a plugin's failure at DEBUG level only (``verl/__init__.py``); here it is printed and
-kept in :data:`ERRORS` for ``verl-bpo doctor``, and a run that asks for us stops on it.
+kept in :data:`ERRORS`: ``verl-bpo doctor`` shows it, a run that asks for us stops on it, another run goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def _hook(module: str, what: str) -> Callable[[Callable[[Any], None]], Callable[
             except Exception as error:
                 ERRORS.append(f"{what}: {type(error).__name__}: {error}")
                 print(f"verl_bpo: registering {what} failed:\n{traceback.format_exc()}", file=sys.stderr)
-                raise
 
         register_post_import_hook(run, module)
         return register

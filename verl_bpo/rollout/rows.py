@@ -78,7 +78,7 @@ def _turn_row(tree: Tree, index: int, node_id: int, turns: int) -> Row:
 def topology(tree: Tree) -> dict[str, Any]:
     """What the estimators need of a tree, as plain lists: the fields that travel with its first row.
 
-    ``parent``, ``trajectory``, ``trunk``, ``exchangeable``: one entry per turn; ``leaf_return``, ``usable``: one per
+    ``parent``, ``trajectory``, ``exchangeable``, ``reward``: one entry per turn; ``leaf_return``, ``usable``: one per
     trajectory. ``score`` is the branch score of each turn's state, None where there is none.
     """
     starts = {t.start for t in tree.trajectories}
@@ -87,7 +87,6 @@ def topology(tree: Tree) -> dict[str, Any]:
     return {
         "parent": [n.parent for n in tree.nodes],
         "trajectory": [n.trajectory for n in tree.nodes],
-        "trunk": continues,
         "exchangeable": [
             not trunk or tree.trunk_exchangeable.get(node.parent, True) for trunk, node in zip(continues, tree.nodes)
         ],

@@ -7,22 +7,18 @@ from typing import Any
 
 import torch
 
+from verl_bpo.advantages.bpo import Forest
+
 
 @dataclass
-class Forest:
-    """All trees of a batch, concatenated; parents before children, ids shifted to be global.
+class TreeBatch:
+    """All trees of a batch, concatenated; ids shifted to be global.
 
-    Turn tensors have N entries, trajectory tensors L. ``prompt`` numbers the prompts (several trees of one prompt
-    share a number); ``offset`` maps a session to the shift of its turn ids.
+    ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``reward``) or L a
+    trajectory (``truncated``, ``depth``); ``offset`` maps a session to the shift of its turn ids.
     """
 
-    parent: torch.Tensor
-    trajectory: torch.Tensor
-    prompt: torch.Tensor
-    trunk: torch.Tensor
-    exchangeable: torch.Tensor
-    leaf_return: torch.Tensor
-    usable: torch.Tensor
+    turns: Forest
     truncated: torch.Tensor
     depth: torch.Tensor
     score: torch.Tensor
@@ -33,14 +29,14 @@ class Forest:
     failures: list[str] = field(default_factory=list)
 
 
-def build_forest(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> Forest:
+def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> TreeBatch:
     """Concatenate trees.
 
     Args:
         sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``).
         prompts: per session the id of its prompt.
     """
-    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "trunk", "exchangeable", "score", "reward")}
+    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "reward")}
     leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "depth")}
     prompt, offset, sizes, counters, failures = [], {}, [], [], []
     numbers: dict[str, int] = {}
@@ -51,7 +47,7 @@ def build_forest(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -
         sizes.append(len(tree["parent"]))
         turns["parent"] += [p + shift if p >= 0 else -1 for p in tree["parent"]]
         turns["trajectory"] += [t + leaf_shift for t in tree["trajectory"]]
-        for key in ("trunk", "exchangeable", "reward"):
+        for key in ("exchangeable", "reward"):
             turns[key] += tree[key]
         turns["score"] += [float("nan") if s is None else s for s in tree["score"]]
         for key in leaves:
@@ -60,14 +56,15 @@ def build_forest(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -
         counters.append(record["counters"])
         failures += record["failures"]
     integer, boolean, real = torch.long, torch.bool, torch.float64
-    return Forest(
-        parent=torch.tensor(turns["parent"], dtype=integer),
-        trajectory=torch.tensor(turns["trajectory"], dtype=integer),
-        prompt=torch.tensor(prompt, dtype=integer),
-        trunk=torch.tensor(turns["trunk"], dtype=boolean),
-        exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
-        leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
-        usable=torch.tensor(leaves["usable"], dtype=boolean),
+    return TreeBatch(
+        turns=Forest(
+            parent=torch.tensor(turns["parent"], dtype=integer),
+            trajectory=torch.tensor(turns["trajectory"], dtype=integer),
+            prompt=torch.tensor(prompt, dtype=integer),
+            leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
+            usable=torch.tensor(leaves["usable"], dtype=boolean),
+            exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
+        ),
         truncated=torch.tensor(leaves["truncated"], dtype=boolean),
         depth=torch.tensor(leaves["depth"], dtype=integer),
         score=torch.tensor(turns["score"], dtype=real),

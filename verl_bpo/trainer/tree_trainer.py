@@ -22,9 +22,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_bpo.advantages.bpo import bpo_advantages
+from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
 from verl_bpo.config.schema import build
-from verl_bpo.trainer.forest import Forest, build_forest, spread
+from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
 
@@ -117,34 +117,20 @@ class TreeTrainer(PPOTrainerSync):
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "extra_fields"]
         )
         uids, extras = _plain_list(data["uid"]), _plain_list(data["extra_fields"])
-        forest = self._forest(batch.keys, uids, extras, padding)
-        self._count(forest, metrics)
+        trees = self._trees(batch.keys, uids, extras, padding)
+        self._count(trees, metrics)
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
         if self.config.algorithm.adv_estimator != "bpo":
             return self._stock_advantage(batch, uids, extras, metrics)
 
-        options = self.bpo.advantage
-        result = bpo_advantages(
-            forest.parent,
-            forest.trajectory,
-            forest.prompt,
-            forest.leaf_return,
-            forest.usable,
-            forest.exchangeable,
-            forest.trunk,
-            baseline=options.baseline,
-            normalize=options.normalize,
-            leaf_return=options.leaf_return,
-            weighting=options.weighting,
-            trunk_in_siblings=options.trunk_in_siblings,
-        )
-        metrics.update(advantage_metrics(forest, result))
-        self._dump_advantages(forest, uids, batch.keys, result)
+        result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
+        metrics.update(advantage_metrics(result))
+        self._dump_advantages(trees, uids, batch.keys, result)
         weighted = (result.advantage * result.weight).float()
         advantages, masks = [], []
         for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding):
             row = extra.get("row") or {"nodes": []}
-            shift = 0 if pad else forest.offset[_session(key)]
+            shift = 0 if pad else trees.offset[_session(key)]
             nodes = [] if pad else [n + shift for n in row["nodes"]]
             spans = (nodes, row.get("starts", []), row.get("ends", []), len(mask))
             advantages.append(spread(weighted, *spans))
@@ -199,35 +185,35 @@ class TreeTrainer(PPOTrainerSync):
         return super()._compute_advantage(batch, metrics)
 
     @staticmethod
-    def _forest(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> Forest:
+    def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> TreeBatch:
         sessions, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
                 sessions[_session(key)] = extra["tree"]
                 prompts[_session(key)] = uid
-        return build_forest(sessions, prompts)
+        return build_batch(sessions, prompts)
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
-    def _count(self, forest: Forest, metrics: dict) -> None:
-        if forest.failures and not bool(forest.usable.any()):
+    def _count(self, trees: TreeBatch, metrics: dict) -> None:
+        if trees.failures and not bool(trees.turns.usable.any()):
             raise RuntimeError(
-                f"every trajectory of step {self.global_steps} was lost to its environment; the first: {forest.failures[0]}"
+                f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
             )
-        for counters in forest.counters:
+        for counters in trees.counters:
             for key in COMPUTE_COUNTERS:
                 self.totals[key] += int(counters.get(key, 0))
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
-        metrics.update(tree_metrics(forest))
+        metrics.update(tree_metrics(trees))
 
-    def _dump_advantages(self, forest: Forest, uids: list, keys: list[str], result: Any) -> None:
+    def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:
             return
         folder = Path(self.bpo.dump_dir) / "advantages"
         folder.mkdir(parents=True, exist_ok=True)
         prompt_of = {_session(k): u for k, u in zip(keys, uids)}
         with open(folder / f"{self.global_steps:06d}.jsonl", "w") as file:
-            for (session, shift), size in zip(forest.offset.items(), forest.tree_sizes):
+            for (session, shift), size in zip(trees.offset.items(), trees.tree_sizes):
                 own = slice(shift, shift + size)
                 record = {
                     "step": self.global_steps,

@@ -1,0 +1,70 @@
+"""``bpo.*``: presets, checks and messages."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_bpo.cli import config_table
+from verl_bpo.config import schema
+from verl_bpo.config.schema import ConfigError, build
+
+
+def test_a_users_key_beats_the_preset_and_the_preset_beats_the_default():
+    config = build({"branch": {"forks": 5}}, "guided")
+    assert (config.branch.forks, config.branch.selector, config.branch.interval) == (5, "top_k", 3)
+
+
+def test_presets_are_complete_and_valid():
+    for preset in schema.PRESETS:
+        assert build({"preset": preset}, "plain").preset == preset
+
+
+@pytest.mark.parametrize(
+    "user, message",
+    [
+        ({"brnch": {}}, "unknown key bpo.brnch"),
+        ({"branch": {"selektor": "none"}}, "unknown key bpo.branch.selektor"),
+        ({"branch": {"selector": "entropy"}}, "bpo.branch.selector='entropy' is not one of threshold, quantile"),
+        ({"branch": {"forks": 0}}, "bpo.branch.forks=0 must be at least 1"),
+        ({"branch": {"forks": "three"}}, "bpo.branch.forks='three' must be int"),
+        ({"branch": {"forks": 1, "entropy_tokens": "all"}}, "without a sibling to compare with"),
+        ({"branch": {"trunk": "success"}}, "set bpo.branch.selector=top_k"),
+        ({"branch": 3}, "bpo.branch=3 must hold keys"),
+        ({"budget": {"unit": "env_steps", "limit": 5}}, "less than one trajectory can cost"),
+        ({"budget": {"limit": 0}}, "bpo.budget.limit=0 must be at least 1"),
+        ({"budget": {"limit": 2}, "branch": {"root_samples": 4}}, "less than bpo.branch.root_samples=4"),
+        ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, guided"),
+        ({"prompt": {"template": "xml"}}, "prompt.template is 'xml'"),
+        ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, replay"),
+    ],
+)
+def test_a_bad_key_is_named_with_what_would_be_right(user, message):
+    with pytest.raises(ConfigError, match=message):
+        build(user, "paper")
+
+
+def test_whole_numbers_serve_as_floats():
+    assert build({"branch": {"threshold": 2}}, "paper").branch.threshold == 2.0
+
+
+def test_a_fork_alone_is_allowed_where_the_trunk_is_a_fair_sibling():
+    assert build({"branch": {"forks": 1, "entropy_tokens": "first"}}, "paper").branch.forks == 1
+
+
+def test_the_yaml_lists_every_key_and_no_other():
+    file = Path(schema.__file__).with_name("bpo_trainer.yaml")
+    listed = OmegaConf.to_container(OmegaConf.load(file).bpo)
+
+    def keys(node, prefix="bpo"):
+        for key, value in node.items():
+            if isinstance(value, dict) and value:
+                yield from keys(value, f"{prefix}.{key}")
+            else:
+                yield f"{prefix}.{key}"
+
+    assert sorted(keys(listed)) == sorted(key for key, _, _ in config_table())
+
+
+def test_every_key_says_what_it_means():
+    assert [key for key, _, meaning in config_table() if not meaning] == []

@@ -1,0 +1,150 @@
+"""``verl-bpo``: one command for everything around a training run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from verl_bpo import __version__
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from verl_bpo.trainer.main import main
+
+    sys.argv = ["verl-bpo train", *arguments.overrides]
+    main()
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from verl_bpo.doctor import main
+
+    return main(arguments.mode, arguments.env)
+
+
+def _make_games(arguments: argparse.Namespace) -> int:
+    from verl_bpo.envs.make_games import make_textworld_games
+
+    counts = {"train": arguments.train, "valid": arguments.valid}
+    make_textworld_games(arguments.out, counts, seed=arguments.seed, level=arguments.level)
+    return 0
+
+
+def _make_data(arguments: argparse.Namespace) -> int:
+    from verl_bpo.data import write_prompts
+
+    kwargs = {"root": arguments.root} if arguments.root else {}
+    rows = write_prompts(
+        arguments.env, arguments.split, arguments.out, limit=arguments.limit, seed=arguments.seed, kwargs=kwargs
+    )
+    print(f"{arguments.out}: {rows} tasks of {arguments.env} {arguments.split}")
+    return 0
+
+
+def _warmstart(arguments: argparse.Namespace) -> int:
+    from verl_bpo.warmstart import main
+
+    return main(arguments) or 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    for key, default, meaning in config_table():
+        print(f"{key} = {json.dumps(default)}\n    {meaning}")
+    return 0
+
+
+def config_table() -> list[tuple[str, object, str]]:
+    """(key, default, meaning) of every ``bpo.*`` key, the meaning taken from the line under the field."""
+    from verl_bpo.config.schema import BPOConfig
+
+    return _table(BPOConfig, "bpo")
+
+
+def _table(cls: type, prefix: str) -> list[tuple[str, object, str]]:
+    import ast
+    import inspect
+    import textwrap
+
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    meanings = {
+        field.target.id: " ".join(ast.literal_eval(doc.value).split())
+        for field, doc in zip(body, body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+    hints, rows = get_type_hints(cls), []
+    for field in fields(cls):
+        key = f"{prefix}.{field.name}"
+        if is_dataclass(hints[field.name]):
+            rows += _table(hints[field.name], key)
+        else:
+            default = field.default if field.default is not MISSING else field.default_factory()
+            rows.append((key, default, meanings.get(field.name, "")))
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; each subcommand has its own ``--help``."""
+    top = argparse.ArgumentParser(prog="verl-bpo", description=__doc__)
+    top.add_argument("--version", action="version", version=f"verl_bpo {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(run=run)
+        return command
+
+    train = add("train", _train, "train with verl; every key of verl's config and of bpo.* is an override")
+    train.add_argument("overrides", nargs=argparse.REMAINDER, help="Hydra overrides, such as bpo.preset=guided")
+
+    doctor = add("doctor", _doctor, "show versions, registrations, engines and environments; fails if a mode can't run")
+    doctor.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
+    doctor.add_argument("--env", help="an environment that must be usable")
+
+    add("config", _config, "print every bpo.* key with its default and meaning")
+
+    games = add("make-games", _make_games, "make solvable TextWorld games, the same for the same seed")
+    games.add_argument("out", type=Path, help="folder for train/ and valid/")
+    games.add_argument("--train", type=int, default=64, help="number of training games (default 64)")
+    games.add_argument("--valid", type=int, default=32, help="number of held-out games (default 32)")
+    games.add_argument("--level", type=int, default=1, choices=(1, 2, 3), help="difficulty (default 1)")
+    games.add_argument("--seed", type=int, default=0)
+
+    data = add("make-data", _make_data, "write a split's tasks as a verl prompt file (parquet)")
+    data.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")
+    data.add_argument("out", type=Path, help="the parquet file")
+    data.add_argument("--split", default="train")
+    data.add_argument("--root", help="folder with the environment's data, where it needs one")
+    data.add_argument("--limit", type=int, help="first so many tasks")
+    data.add_argument("--seed", type=int, default=0, help="seed of every task's reset")
+
+    from verl_bpo.warmstart import add_arguments
+
+    add_arguments(
+        add("warmstart", _warmstart, "make a small policy to start from, by imitation of expert walkthroughs")
+    )
+
+    from verl_bpo.report.cli import add_report
+
+    add_report(commands)
+    return top
+
+
+def main() -> int:
+    """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
+    from verl_bpo.config.schema import ConfigError
+    from verl_bpo.sandbox.base import SandboxError
+
+    arguments = parser().parse_args()
+    try:
+        return arguments.run(arguments)
+    except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
+        print(f"verl-bpo {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
