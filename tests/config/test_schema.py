@@ -35,7 +35,7 @@ def test_presets_are_complete_and_valid():
         ({"budget": {"limit": 0}}, "bpo.budget.limit=0 must be at least 1"),
         ({"budget": {"limit": 2}, "branch": {"root_samples": 4}}, "less than bpo.branch.root_samples=4"),
         ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, guided"),
-        ({"prompt": {"template": "xml"}}, "prompt.template is 'xml'"),
+        ({"prompt": {"template": "xml"}}, "prompt.template='xml' is not one of bare, think_action"),
         ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, replay"),
     ],
 )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_bpo.rollout.prompting import Conversation, Prompter
@@ -76,7 +75,8 @@ class TreeRollout:
     selector: OnlineSelector | None
     max_prompt_tokens: int
     max_response_tokens: int
-    rng: random.Random = field(default_factory=random.Random)
+    fill: bool = True
+    """Whether what branching leaves over goes to further root samples."""
 
     def __post_init__(self) -> None:
         self.tree = Tree(prompt_ids=[])
@@ -123,6 +123,10 @@ class TreeRollout:
             self.budget.reserve(depth)
         return granted
 
+    def _affords(self, depth: int) -> bool:
+        """Whether enough forks fit to compare them with each other."""
+        return self.budget.affordable(depth) >= min(2, self.branch.forks)
+
     async def _fork_ranked(self) -> None:
         """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
         used: set[int] = set()
@@ -136,12 +140,7 @@ class TreeRollout:
             ]
             ranked = rank(candidates, self.branch.trunk)
             point = next(
-                (
-                    p
-                    for c in ranked
-                    for p in self.points[c.trajectory]
-                    if p.node == c.node and self.budget.affordable(p.depth) >= min(2, self.branch.forks)
-                ),
+                (p for c in ranked for p in self.points[c.trajectory] if p.node == c.node and self._affords(p.depth)),
                 None,
             )
             if point is None:
@@ -159,8 +158,6 @@ class TreeRollout:
             await self._all([self._root() for _ in range(count)])
             if self.budget.spent == before:
                 return
-
-    fill: bool = True
 
     # --- trajectories -----------------------------------------------------------------------------------------------
 
@@ -241,7 +238,7 @@ class TreeRollout:
                 point = None
                 online = False
                 if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":
-                    online = self.selector is not None and self.selector(score, depth)
+                    online = self.selector is not None and self.selector(score, depth) and self._affords(depth)
                     if online or self.selector is None:
                         point = await self._snapshot(sandbox, depth, conversation, admissible, score)
                 observation = await self._call(sandbox.step, action)
@@ -270,14 +267,14 @@ class TreeRollout:
                 if point is not None:
                     point.node = node
                     self.points.setdefault(index, []).append(point)
-                    if online and self.budget.affordable(point.depth) >= min(2, self.branch.forks):
+                    if online:
                         forks.append(self._spawn(self._fork(point)))
                 parent = node
                 if observation.done or depth >= self.budget.max_turns or full:
                     trajectory.end = "terminated" if observation.terminated else "truncated"
                     trajectory.info = dict(observation.info)
                     break
-                self.tree.nodes[node].observation_ids = after.observation_ids
+                self.tree.nodes[node].observation_ids = after.added
                 conversation, admissible = after, observation.actions
         except SandboxError as error:
             self._lost(index, error)

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets everything up on a fresh machine and runs the tests. Arguments go to pytest: bash tests/run.sh tests/tree -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source recipes/venv.sh
+ensure_venv cpu,envs,report,dev
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+ruff check .
+ruff format --check --quiet . || { echo "run: ruff format ." >&2; exit 1; }
+exec python -m pytest -q --durations=15 "$@"
