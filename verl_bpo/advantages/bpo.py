@@ -14,18 +14,18 @@ Marked [ours] below is what goes beyond the paper. What holds under which condit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from verl_bpo.tree.topology import ROOT
 
 Baseline = Literal["loo", "mean"]
 Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
 TrunkInSiblings = Literal["auto", "always", "never"]
-
-ROOT = -1
 
 
 @dataclass(frozen=True)
@@ -147,27 +147,30 @@ def sibling_advantages(
 
     Args:
         forest: the turns.
-        baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all fair siblings,
-            which shrinks the advantage by (n-1)/n, n the fair ones. A sibling that is not fair has the fair ones' mean in
-            both. Without any other fair sibling it is not valid, in both.
+        baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all n fair
+            siblings, which shrinks the advantage by (n-1)/n. A sibling that isn't fair itself has the fair ones' mean
+            in both. Without any other fair sibling it is not valid, in both.
         normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
             fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
             centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
-            Both leave unbiasedness.
-        leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over its
-            usable children's, recursively, which has less variance and the same expectation while all the children are
-            fair draws. At a branch point where one isn't (see ``exchangeable``), only the trunk's own continuation has
+            Neither is unbiased.
+        leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over
+            its usable children's, recursively, which has less variance and the same expectation while all children are
+            fair draws. At a branch point where one isn't (see ``exchangeable``) only the trunk's own continuation has
             that expectation: it alone is taken, unless ``trunk_in_siblings='always'``.
-        weighting: ``uniform``: 1. ``path_probability`` [ours]: product of 1/siblings over the path from the initial state,
-            both ends included. Only the latter makes the sum of weight * advantage * grad log pi(action) over the turns
-            an unbiased estimate of the policy gradient, and only if branch points are chosen from the state alone, every
+        weighting: ``uniform``: 1. ``path_probability`` [ours]: product of 1/siblings over the path from the initial
+            state, both ends included. Only the latter makes the sum over turns of weight * advantage * grad log pi an
+            unbiased estimate of the policy gradient, and only if branch points are chosen from the state alone, every
             turn is valid, with ``loo`` and without ``normalize``. A failed sibling counts in no product; turns forked
-            below it keep the factor of the siblings that it has left.
-        trunk_in_siblings: who is fair. ``auto``: the exchangeable. ``always``: all, biased if the trunk's action had a say
-            in choosing the branch point. ``never``: the exchangeable, but no trunk.
+            below it have the factor of the siblings that it leaves.
+        trunk_in_siblings: who is fair. ``auto``: the exchangeable. ``always``: all; if the trunk's action had a say in
+            choosing the branch point, this shifts the advantages of all its forks by one constant. ``never``: the
+            exchangeable, but no trunk.
 
-    With siblings chosen fairly, E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b) for each. For a trunk that isn't a fair draw this
-    holds (with ``auto``) if the choice looked at its action but no further; for its forks it holds in any case.
+    Among fair siblings E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b). With ``auto`` this also holds for forks of a trunk
+    that isn't a fair draw, and for that trunk if choosing the branch point looked at its action there but no further.
+    The policy gradient is biased in that case under every option: whether the trunk's turn has an old or a new baseline
+    then depends on its action.
 
     Raises:
         ValueError: an option has an unknown value.
@@ -179,20 +182,22 @@ def sibling_advantages(
         ("weighting", weighting, Weighting),
         ("trunk_in_siblings", trunk_in_siblings, TrunkInSiblings),
     ):
-        if value not in allowed.__args__:
-            raise ValueError(f"{key}={value!r} is not one of {', '.join(allowed.__args__)}")
+        if value not in get_args(allowed):
+            raise ValueError(f"{key}={value!r} is not one of {', '.join(get_args(allowed))}")
 
     trunk, exchangeable = forest.trunk, forest.exchangeable
     usable = forest.usable[forest.trajectory]
     if trunk_in_siblings == "always":
         exchangeable = torch.ones_like(exchangeable)
-    fair = usable & exchangeable & ~(trunk if trunk_in_siblings == "never" else torch.zeros_like(trunk))
+    fair = usable & exchangeable
+    if trunk_in_siblings == "never":
+        fair = fair & ~trunk
 
     point = _branch_point(forest)
     siblings = _sum_by(point, usable)[point]
-    returns = _leaf_returns(forest, usable)
+    returns = leaf = forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
     if leaf_return == "tree_mean":
-        returns = _tree_means(forest, returns, point, usable, exchangeable, siblings)
+        returns = _tree_means(forest, leaf, point, usable, exchangeable, siblings)
 
     # From here on: members m of the G groups of two or more siblings.
     member = (usable & (siblings > 1)).nonzero().squeeze(1)
@@ -241,9 +246,7 @@ def sibling_advantages(
             group_size=n,
             group_variance=variance,
             zero_advantage_share=equal.sum() / max(equal.numel(), 1),
-            prefix_explained_share=_prefix_explained_share(
-                _leaf_returns(forest, usable)[member], group, forest.prompt[member]
-            ),
+            prefix_explained_share=_prefix_explained_share(leaf[member], group, forest.prompt[member]),
             advantage_mean=mean,
             advantage_std=std,
         ),
@@ -254,11 +257,6 @@ def _branch_point(forest: Forest) -> Tensor:
     """[N]: one id for all turns that are siblings."""
     prompt = forest.prompt.unique(return_inverse=True)[1]
     return torch.where(forest.parent == ROOT, forest.parent.numel() + prompt, forest.parent)
-
-
-def _leaf_returns(forest: Forest, usable: Tensor) -> Tensor:
-    """[N]: return of the leaf of each turn's own trajectory, 0 if not usable (masked, never used)."""
-    return forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
 
 
 def _tree_means(
@@ -275,9 +273,7 @@ def _tree_means(
     leaf[forest.parent[trunk]] = False
     means = returns.masked_fill(~leaf, 0)
     level = _sum_along_path(forest.parent)
-    # Stable sort: the same order of summation on every machine.
-    order = level.argsort(stable=True)
-    for turns in reversed(order.split(level.bincount().tolist())[2:]):
+    for turns in reversed(level.argsort().split(level.bincount().tolist())[2:]):
         means.index_add_(0, forest.parent[turns], share[turns] * means[turns])
     return means
 
@@ -309,19 +305,19 @@ def _sum_along_path(parent: Tensor) -> Tensor:
 
 def _prefix_explained_share(r: Tensor, group: Tensor, prompt: Tensor) -> Tensor:
     """See :attr:`Diagnostics.prefix_explained_share`; all arguments [members]."""
-    if r.numel() == 0:
-        return r.new_zeros(())
     prompt = prompt.unique(return_inverse=True)[1]
     n_g, n_p = group.bincount(), prompt.bincount()
     mean_g = _sum_by(group, r) / n_g
     mean_p = _sum_by(prompt, r) / n_p
     prompt_of_group = torch.empty_like(n_g).index_put_((group,), prompt)
-    groups_p = prompt_of_group.bincount()
+    free = (prompt_of_group.bincount() - 1).sum()
+    total = ((r - mean_p[prompt]) ** 2).sum()
+    if free == 0 or total <= _noise(r) ** 2 * (r**2).sum():
+        return r.new_zeros(())
     within = ((r - mean_g[group]) ** 2).sum() / (n_g - 1).sum()
-    between = (n_g * (mean_g - mean_p[prompt_of_group]) ** 2).sum() - (groups_p - 1).sum() * within
-    between = between / (n_p - _sum_by(prompt_of_group, n_g**2) / n_p).sum().clamp(min=1)
-    between = between.clamp(min=0)
-    return torch.where(between > 0, between / (between + within), 0)
+    between = (n_g * (mean_g - mean_p[prompt_of_group]) ** 2).sum() - free * within
+    between = between.clamp(min=0) / (n_p - _sum_by(prompt_of_group, n_g**2) / n_p).sum()
+    return between / (between + within)
 
 
 def _sum_by(index: Tensor, x: Tensor) -> Tensor:

@@ -22,8 +22,10 @@ from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.rows import Row, topology, tree_rows
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
 from verl_bpo.sandbox import SandboxPool
+from verl_bpo.sandbox.base import SnapshotUnsupported
 from verl_bpo.tree.branching import OnlineSelector, online_selector
 from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.topology import Tree
 
 
 class _Shared:
@@ -102,10 +104,13 @@ class TreeAgentLoop(AgentLoopBase):
             rollout.world = world
             try:
                 tree = await rollout.run(task, int(extra.get("seed") or 0))
+            except (SnapshotUnsupported, ValueError) as error:
+                # No other task would fare better: the trainer stops the run with this line.
+                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=f"task {task}: {error}")
             finally:
                 await self.loop.run_in_executor(self.shared.executor, world.close)
         self._dump(tree, row, env, task, validate)
-        return self._outputs(rollout, tree, task)
+        return self._outputs(rollout, tree)
 
     def _generator(self, sampling_params: dict[str, Any], row: dict[str, Any]):
         request_id = uuid4().hex  # one id per tree keeps its branches on one replica, where their prefix is cached
@@ -131,11 +136,16 @@ class TreeAgentLoop(AgentLoopBase):
 
         return generate
 
-    def _outputs(self, rollout: TreeRollout, tree, task: str) -> list[AgentLoopOutput]:
+    def _outputs(self, rollout: TreeRollout, tree: Tree, fatal: str | None = None) -> list[AgentLoopOutput]:
         rows = tree_rows(tree, self.prompter.windowed)
         if not rows:
             rows = [self._empty_row()]
-        shared = {"topology": topology(tree), "counters": tree.counters, "failures": rollout.failures[:4]}
+        shared = {
+            "topology": topology(tree),
+            "counters": tree.counters,
+            "failures": rollout.failures[:4],
+            "fatal": fatal,
+        }
         versions = sorted(rollout.versions) or [None]
         outputs = []
         for i, row in enumerate(rows):
@@ -179,7 +189,7 @@ class TreeAgentLoop(AgentLoopBase):
         token = self.tokenizer.eos_token_id
         return Row([token], [token], [0], [0.0], -1, [], [], [], 0)
 
-    def _dump(self, tree, row: dict[str, Any], env: str, task: str, validate: bool) -> None:
+    def _dump(self, tree: Tree, row: dict[str, Any], env: str, task: str, validate: bool) -> None:
         if self.bpo.dump_dir is None or validate:
             return
         folder = Path(self.bpo.dump_dir) / "trees"

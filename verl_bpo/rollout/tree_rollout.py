@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_bpo.rollout.prompting import Conversation, Prompter
-from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot
+from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
 from verl_bpo.tree.branching import Candidate, OnlineSelector, decision_score, rank
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import ROOT, Node, Tree
@@ -97,7 +97,9 @@ class TreeRollout:
             The tree; trajectories lost to a sandbox failure end as ``failed``. ``tree.counters`` holds its costs.
 
         Raises:
-            Anything but a SandboxError: the engine or the code failed, not an environment.
+            SnapshotUnsupported: no tree of this environment can branch; the message says what to do.
+            ValueError: the prompt is longer than the limit.
+            Anything else but a SandboxError: the engine failed, not an environment.
         """
         self.task, self.seed = task, seed
         try:
@@ -276,6 +278,8 @@ class TreeRollout:
                     break
                 self.tree.nodes[node].observation_ids = after.added
                 conversation, admissible = after, observation.actions
+        except SnapshotUnsupported:
+            raise
         except SandboxError as error:
             self._lost(index, error)
         finally:

@@ -75,6 +75,8 @@ class TreeTrainer(PPOTrainerSync):
         return dp_size * self.updates_per_step
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        if not len(batch):
+            raise RuntimeError(f"step {self.global_steps} has no rollouts: see the rollout worker's errors above")
         batch = super()._balance_batch(batch, metrics, **kwargs)
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         size = len(batch) // ranks
@@ -189,6 +191,8 @@ class TreeTrainer(PPOTrainerSync):
         sessions, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
+                if extra["tree"]["fatal"]:
+                    raise RuntimeError(extra["tree"]["fatal"])
                 sessions[_session(key)] = extra["tree"]
                 prompts[_session(key)] = uid
         return build_batch(sessions, prompts)

@@ -1,0 +1,210 @@
+"""SAPO (Single-rollout Autoregressive Policy Optimization, arXiv 2608.19842): causal boundaries, returns, normalisation.
+
+Not "Soft Adaptive Policy Optimization" (a policy loss) nor "Search Agent Policy Optimization", which share the letters.
+
+With turns t = 1..T of one trajectory, V_t read before action t and Q_t after it:
+
+    G_t = r_t + gamma * ((1 - lambda) * X_{t+1} + lambda * G_{t+1})        X = Q (``sarsa``, the default) or V
+    G_T = r_T                        terminated
+    G_T = r_T + gamma * V_{T+1}      truncated by a limit
+    A_t = G_t - V_t                  then normalised over all turns of the global batch: :func:`normalise_turns`
+    y_t = r_t + gamma * Q_{t+1}      target of Q_t; y_T = G_T
+
+Turns come as flat tensors [M] with the id of the trajectory that each belongs to; the turns of a trajectory stand in
+order, those of others may stand between them. For plain rollouts a trajectory is a row of the batch. On a tree it is the
+rollout that sampled the turn: a turn shared by several leaves is one entry and its return follows the trunk that owns it,
+an unbiased sample for whatever reason and however often it was forked. A mean over the forks would not be one where the
+branch point was chosen by looking at the trunk's action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Bootstrap = Literal["sarsa", "v"]
+
+
+@dataclass(frozen=True)
+class TurnBoundaries:
+    """Where the M actions of a batch lie, ordered by row, then position. Positions count from the row's first one.
+
+    The state of a turn is read at ``start - 1``, the last position before its action; its action value at ``last``. Where
+    ``start`` is 0 the state stands at the last position of the prompt, one before the mask's first.
+    """
+
+    row: Tensor
+    """int64 [M]: 0..B-1."""
+    start: Tensor
+    """int64 [M]: position of the action's first token."""
+    last: Tensor
+    """int64 [M]: position of the action's last token, ``start`` for an action of one token."""
+    turn: Tensor
+    """int64 [M]: index of the turn in its row, from 0."""
+
+
+def turn_boundaries(mask: Tensor, turn_id: Tensor | None = None, offsets: Tensor | None = None) -> TurnBoundaries:
+    """Find the actions of a batch in its response mask.
+
+    An action is a run of positions with mask 1 and, where ``turn_id`` is given, one id: two actions without an observation
+    between them can be told apart only so. A row without a single 1 has no turn.
+
+    Args:
+        mask: [B, T], or packed [sum of the lengths]; nonzero at action tokens.
+        turn_id: integers of the same shape; values at mask 0 don't matter.
+        offsets: int64 [B + 1], for packed input only: row b holds the positions offsets[b] to offsets[b + 1] - 1.
+
+    Raises:
+        ValueError: shapes don't fit.
+    """
+    if turn_id is not None and turn_id.shape != mask.shape:
+        raise ValueError(f"turn_id is {tuple(turn_id.shape)}, mask {tuple(mask.shape)}: they must have one shape")
+    if (mask.dim() == 1) != (offsets is not None) or mask.dim() > 2:
+        raise ValueError(f"mask is {tuple(mask.shape)}: give [B, T] without offsets or [tokens] with them")
+    if offsets is None:
+        offsets = torch.arange(mask.shape[0] + 1, device=mask.device) * mask.shape[1]
+    elif offsets[0] != 0 or offsets[-1] != mask.numel() or (offsets.diff() < 0).any():
+        raise ValueError(f"offsets must rise from 0 to {mask.numel()}, the length of mask")
+
+    on = mask.flatten() != 0
+    joined = on[1:] & on[:-1]
+    if turn_id is not None:
+        ids = turn_id.flatten()
+        joined &= ids[1:] == ids[:-1]
+    first_of_row = torch.zeros(on.numel() + 1, dtype=torch.bool, device=on.device).index_fill_(0, offsets, True)
+    joined &= ~first_of_row[1:-1]
+
+    edge = joined.new_zeros(min(on.numel(), 1))
+    start = (on & ~torch.cat([edge, joined])).nonzero().squeeze(1)
+    last = (on & ~torch.cat([joined, edge])).nonzero().squeeze(1)
+    row = torch.searchsorted(offsets, start, right=True) - 1
+    turns = row.bincount(minlength=offsets.numel() - 1)
+    turn = torch.arange(start.numel(), device=on.device) - (turns.cumsum(0) - turns)[row]
+    return TurnBoundaries(row=row, start=start - offsets[row], last=last - offsets[row], turn=turn)
+
+
+@torch.no_grad()
+def lambda_returns(
+    reward: Tensor,
+    value: Tensor,
+    q: Tensor,
+    trajectory: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap: Bootstrap = "sarsa",
+    truncated: Tensor | None = None,
+    value_at_end: Tensor | None = None,
+) -> Tensor:
+    """G of every turn, float [M] in the dtype of ``reward``. See the module for the formula and for trees.
+
+    lambda = 1 gives the discounted return, lambda = 0 gives r_t + gamma * X_{t+1}; with ``bootstrap='v'`` G_t - V_t is
+    GAE(gamma, lambda) over turns. V and Q are those of the policy that sampled: constants, no gradient flows.
+
+    Args:
+        reward: [M], r_t: everything that the environment paid for turn t.
+        value: [M], V_t. Used only with ``bootstrap='v'``.
+        q: [M], Q_t. Used only with ``bootstrap='sarsa'``.
+        trajectory: int64 [M], 0..R-1.
+        gamma: discount of a turn, in [0, 1].
+        lam: lambda, in [0, 1].
+        bootstrap: what stands for the rest after the next turn began.
+        truncated: bool [R], False for trajectories that ended by the task's own rules. None: all of them did.
+        value_at_end: [R], V_{T+1}, read at the last position; ignored where not truncated. A trajectory cut in the middle
+            of its last action never saw the state after it: give Q_T, the readout at that position.
+
+    Raises:
+        ValueError: an argument lies outside its range, or ``truncated`` comes without ``value_at_end``.
+    """
+    if bootstrap not in get_args(Bootstrap):
+        raise ValueError(f"bootstrap={bootstrap!r} is not one of {', '.join(get_args(Bootstrap))}")
+    for key, x in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= x <= 1:
+            raise ValueError(f"{key}={x} must lie in [0, 1]")
+    if (truncated is None) != (value_at_end is None):
+        raise ValueError("truncated and value_at_end belong together: give both or neither")
+
+    end = torch.zeros_like(reward)
+    if truncated is not None:
+        end = torch.where(truncated, value_at_end.to(reward.dtype), 0)[trajectory]
+    following = _following(trajectory)
+    ends = following < 0
+    estimate = (q if bootstrap == "sarsa" else value).to(reward.dtype)
+    g = reward + gamma * torch.where(ends, end, (1 - lam) * estimate[following])
+
+    # The sum over the turns ahead, for all turns at once: each round reaches twice as far, log2(T) rounds.
+    decay = gamma * lam
+    while not ends.all():
+        g = torch.where(ends, g, g + decay * g[following])
+        decay *= decay
+        following = torch.where(ends, following, following[following])
+        ends = following < 0
+    return g
+
+
+def sarsa_targets(
+    reward: Tensor,
+    q: Tensor,
+    trajectory: Tensor,
+    *,
+    gamma: float,
+    sarsa_lambda: float = 0.0,
+    truncated: Tensor | None = None,
+    value_at_end: Tensor | None = None,
+) -> Tensor:
+    """Targets y of the action values, [M]: on-policy SARSA, or SARSA(lambda) with ``sarsa_lambda`` above 0.
+
+    The recursion is that of G with ``bootstrap='sarsa'`` and a lambda of its own, so arguments and errors are those of
+    :func:`lambda_returns`.
+    """
+    return lambda_returns(
+        reward, q, q, trajectory, gamma=gamma, lam=sarsa_lambda, truncated=truncated, value_at_end=value_at_end
+    )
+
+
+@dataclass(frozen=True)
+class NormalisedTurns:
+    advantage: Tensor
+    """[M]: mean 0 and standard deviation 1 over the turns that count; 0 where the weight is 0."""
+    mean: Tensor
+    """Scalar: mean before."""
+    std: Tensor
+    """Scalar: standard deviation before, 0 where ``degenerate``."""
+    degenerate: bool
+    """No spread to divide by: no turn, one turn, or all advantages equal. Every advantage is 0 then; worth a warning."""
+
+
+@torch.no_grad()
+def normalise_turns(advantage: Tensor, weight: Tensor | None = None) -> NormalisedTurns:
+    """Batch normalisation over the turns of the global batch; a turn counts once, whatever its length.
+
+    Args:
+        advantage: [M], all turns of the batch, not of one worker. May be anything where the weight is 0.
+        weight: [M], None for 1. 0 (or False: a mask of valid turns will do) leaves a turn out. A turn of a tree that is
+            listed k times, once for each row that repeats it, counts once with weight 1/k.
+    """
+    weight = torch.ones_like(advantage) if weight is None else weight.to(advantage.dtype)
+    counts = weight > 0
+    kept = advantage.masked_fill(~counts, 0)
+    total = weight.sum()
+    mean = (weight * kept).sum() / torch.where(total > 0, total, 1)
+    centred = (kept - mean).masked_fill(~counts, 0)
+    std = ((weight * centred**2).sum() / torch.where(total > 0, total, 1)).sqrt()
+    # What rounding leaves of equal numbers is no spread.
+    degenerate = bool(std <= 64 * torch.finfo(std.dtype).eps * kept.abs().sum() / counts.sum().clamp(min=1))
+    if degenerate:
+        return NormalisedTurns(torch.zeros_like(advantage), mean, torch.zeros_like(std), True)
+    return NormalisedTurns(centred / std, mean, std, False)
+
+
+def _following(trajectory: Tensor) -> Tensor:
+    """int64 [M]: index of the next turn of the same trajectory, -1 at its last."""
+    order = trajectory.argsort(stable=True)
+    ranked = trajectory[order]
+    same = ranked[1:] == ranked[:-1]
+    following = torch.full_like(trajectory, -1)
+    following[order[:-1][same]] = order[1:][same]
+    return following
