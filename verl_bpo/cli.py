@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     games.add_argument("out", type=Path, help="folder for train/ and valid/")
     games.add_argument("--train", type=int, default=64, help="number of training games (default 64)")
     games.add_argument("--valid", type=int, default=32, help="number of held-out games (default 32)")
-    games.add_argument("--level", type=int, default=1, choices=(1, 2, 3), help="difficulty (default 1)")
+    games.add_argument("--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1)")
     games.add_argument("--seed", type=int, default=0)
 
     data = add("make-data", _make_data, "write a split's tasks as a verl prompt file (parquet)")

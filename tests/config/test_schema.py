@@ -53,7 +53,7 @@ def test_a_fork_alone_is_allowed_where_the_trunk_is_a_fair_sibling():
 
 
 def test_the_yaml_lists_every_key_and_no_other():
-    file = Path(schema.__file__).with_name("bpo_trainer.yaml")
+    file = Path(schema.__file__).with_name("bpo_base.yaml")
     listed = OmegaConf.to_container(OmegaConf.load(file).bpo)
 
     def keys(node, prefix="bpo"):

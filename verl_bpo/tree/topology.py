@@ -7,6 +7,7 @@ path of a leaf runs through the nodes of its own trajectory and, above the branc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -107,15 +108,16 @@ class Tree:
 
     def branch_points(self) -> list[int]:
         """Nodes (or ROOT) after which more than one usable action was taken."""
-        counts: dict[int, int] = {}
-        for trajectory in self.usable():
-            counts[trajectory.parent] = counts.get(trajectory.parent, 0) + 1
-        trunk = {self.nodes[i].parent for i in range(len(self.nodes)) if i not in self._starts()}
-        return sorted(p for p, n in counts.items() if n + (p in trunk) > 1)
+        starts = {t.start for t in self.trajectories}
+        counts: Counter[int] = Counter(t.parent for t in self.usable())
+        continued = {
+            node.parent for i, node in enumerate(self.nodes) if i not in starts and self._ended(node.trajectory)
+        }
+        return sorted(p for p, n in counts.items() if n + (p in continued) > 1)
 
     def usable(self) -> Iterator[Trajectory]:
         """Trajectories that reached an end of their own (not lost to a failure)."""
-        return (t for t in self.trajectories if t.leaf >= 0 and t.end in ("terminated", "truncated"))
+        return (t for i, t in enumerate(self.trajectories) if self._ended(i))
 
     def trajectory_return(self, trajectory: Trajectory) -> float:
         """Sum of rewards from the initial state to the trajectory's leaf."""
@@ -133,5 +135,8 @@ class Tree:
         data["trunk_exchangeable"] = {int(k): v for k, v in data["trunk_exchangeable"].items()}
         return cls(**data)
 
-    def _starts(self) -> set[int]:
-        return {t.start for t in self.trajectories}
+    def _ended(self, trajectory: int) -> bool:
+        return self.trajectories[trajectory].leaf >= 0 and self.trajectories[trajectory].end in (
+            "terminated",
+            "truncated",
+        )

@@ -1,0 +1,65 @@
+"""What the page says about a tree."""
+
+from itertools import product
+
+import pytest
+from fake_run import FakeRollout, small_steps, write_dump
+
+from verl_bpo.report.analysis import TreeView
+from verl_bpo.report.dump import Dump, TreeRecord
+from verl_bpo.tree.topology import ROOT
+
+
+def views(folder):
+    out = [TreeView(record) for record in Dump(folder)]
+    return out, {
+        key: [r for v in out if v.record.key[:2] == key for r in v.roots()] for key in {v.record.key[:2] for v in out}
+    }
+
+
+@pytest.mark.parametrize(
+    "baseline, leaf_return, trunk", list(product(("loo", "mean"), ("leaf", "tree_mean"), ("auto", "always", "never")))
+)
+def test_explained_advantage_is_the_estimators(tmp_path, baseline, leaf_return, trunk):
+    options = {"baseline": baseline, "leaf_return": leaf_return, "trunk_in_siblings": trunk}
+    trees, roots = views(write_dump(tmp_path, small_steps(seed=40, count=2), **options))
+    compared = 0
+    for view in trees:
+        dumped = view.record.advantages
+        for why, advantage, valid in zip(view.explain(roots[view.record.key[:2]]), dumped.advantage, dumped.valid):
+            assert (why.advantage is not None) == valid
+            if valid:
+                assert why.advantage == pytest.approx(advantage, abs=1e-9)
+                compared += advantage != 0
+    assert compared > 50
+
+
+def test_the_fake_run_has_what_the_estimators_treat_specially(dump):
+    """Else the test above would prove less than it says."""
+    trees, roots = views(dump)
+    assert any(not t for v in trees for t in v.tree.trunk_exchangeable.values())
+    assert any(t.end == "failed" for v in trees for t in v.tree.trajectories)
+    assert any(len(group) > len(v.siblings(ROOT)) for v in trees for group in [roots[v.record.key[:2]]])
+    assert any(t.parent != ROOT and v.tree.trajectories[v.tree.nodes[t.parent].trajectory].parent != ROOT
+               for v in trees for t in v.tree.trajectories)  # fmt: skip
+
+
+def test_no_connection_crosses_another_branch():
+    tree = FakeRollout(3, leaves=80, roots=3, nesting=4, turns=14, skill=0.95).tree
+    view = TreeView(TreeRecord(1, "u", 0, "fake", "t", tree, None))
+    rows = view.rows()
+    assert sorted(rows) == list(range(len(tree.trajectories)))
+    at = {row: t for t, row in enumerate(rows)}
+    for fork, trajectory in enumerate(tree.trajectories):
+        if trajectory.parent == ROOT:
+            continue
+        above = rows[tree.nodes[trajectory.parent].trajectory]
+        assert above < rows[fork]
+        # The vertical line from the branch point passes only branches that start at its right or on it.
+        for row in range(above + 1, rows[fork]):
+            assert view.depth[tree.trajectories[at[row]].start] >= view.depth[trajectory.start]
+
+
+def test_a_tree_without_advantages_is_still_drawn():
+    view = TreeView(TreeRecord(1, "u", 0, "fake", "t", FakeRollout(1).tree, None))
+    assert len(view.explain(view.roots())) == len(view.tree.nodes)

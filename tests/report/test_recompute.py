@@ -1,0 +1,86 @@
+"""Dumped advantages against recomputed ones."""
+
+import json
+
+import pytest
+from fake_run import small_steps, write_dump
+
+from verl_bpo.report.recompute import recompute
+
+
+def edit(path, change):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": "batch_std", "leaf_return": "tree_mean", "weighting": "path_probability"}, {"baseline": "mean"}],
+)
+def test_advantages_of_a_run_match(tmp_path, report, capsys, options):
+    write_dump(tmp_path, small_steps(), **options)
+    assert report("recompute", tmp_path) == 0
+    assert "match (max difference 0)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field, change", [("advantage", 1e-3), ("weight", 1e-3)])
+def test_one_changed_number_is_found(tmp_path, report, capsys, field, change):
+    write_dump(tmp_path, small_steps())
+
+    def nudge(lines):
+        lines[1][field][5] += change
+
+    edit(tmp_path / "advantages" / "000002.jsonl", nudge)
+    assert report("recompute", tmp_path) == 1
+    assert [c.step for c in recompute(tmp_path) if not c.matches] == [2]
+    assert "step 2: MISMATCH" in (out := capsys.readouterr().out) and "0.001" in out
+
+
+def test_one_turned_mask_is_found(tmp_path):
+    write_dump(tmp_path, small_steps())
+
+    def turn(lines):
+        lines[0]["valid"][0] = not lines[0]["valid"][0]
+
+    edit(tmp_path / "advantages" / "000001.jsonl", turn)
+    assert [c.matches for c in recompute(tmp_path)] == [False, True, True]
+
+
+def test_a_reward_changed_in_a_tree_is_found(tmp_path):
+    write_dump(tmp_path, small_steps())
+
+    def reward(lines):
+        lines[3]["tree"]["nodes"][0]["reward"] += 0.5
+        lines[0]["tree"]["nodes"][-1]["reward"] += 0.5
+
+    edit(tmp_path / "trees" / "000003-17.jsonl", reward)
+    assert [c.matches for c in recompute(tmp_path)] == [True, True, False]
+
+
+def test_an_unreadable_or_missing_tree_is_no_match(tmp_path):
+    write_dump(tmp_path, small_steps(count=2))
+    trees = tmp_path / "trees"
+    text = (trees / "000001-17.jsonl").read_text()
+    (trees / "000001-17.jsonl").write_text(text[:-20])
+    edit(trees / "000002-17.jsonl", lambda lines: lines.pop())
+    first, second = recompute(tmp_path)
+    assert not first.matches and "000001-17.jsonl:4" in first.problem
+    assert not second.matches and second.problem == "the dump lacks 1 of 4 trees"
+
+
+def test_trees_of_an_interrupted_try_are_left_out(tmp_path):
+    write_dump(tmp_path, small_steps(count=1))
+
+    def leftover(lines):
+        lines.append({**lines[2], "uid": "uid-of-the-first-try"})
+
+    edit(tmp_path / "trees" / "000001-17.jsonl", leftover)
+    assert [c.matches for c in recompute(tmp_path)] == [True]
+
+
+def test_a_dump_without_advantages_says_so(tmp_path):
+    write_dump(tmp_path, small_steps(count=1))
+    (tmp_path / "advantages" / "000001.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="adv_estimator=bpo"):
+        recompute(tmp_path)
