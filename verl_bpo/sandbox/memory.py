@@ -1,0 +1,217 @@
+"""The ``memory`` backend: branches of one live environment, kept apart by saving and loading its state."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+from verl_bpo.sandbox.base import (
+    Capabilities,
+    Environment,
+    Observation,
+    Sandbox,
+    SandboxError,
+    Snapshot,
+    SnapshotUnsupported,
+)
+
+_ADVICE = (
+    "implement save_state and load_state, or use bpo.env.backend=replay, or do without branches "
+    "(bpo.branch.selector=none)"
+)
+
+
+class MemorySandbox(Sandbox):
+    """A branch of a live environment.
+
+    All branches share the environment under a lock. Where it has its own ``save_state`` and ``load_state``, a branch
+    that isn't the live one waits as a saved state and is loaded by its next step; switching between branches costs a
+    save and a load. Where it hasn't, the environment is deep-copied, once per snapshot and once per fork, and each
+    branch keeps its own copy.
+
+    The environment is closed with its last sandbox and snapshot. (Deep copies aren't: what couldn't be copied they
+    share.) After an exception in ``step`` the branch's state is unknown; it can only be closed or reset.
+
+    Args:
+        environment: a fresh environment, owned by the sandbox from here on.
+    """
+
+    capabilities = Capabilities(snapshot=True, nested=True, exact=True)
+
+    def __init__(self, environment: Environment) -> None:
+        self._join(_World(environment))
+
+    @classmethod
+    def _at(cls, world: _World, saved: Any) -> MemorySandbox:
+        sandbox = cls.__new__(cls)
+        sandbox._join(world)
+        sandbox._saved = saved
+        return sandbox
+
+    def _join(self, world: _World) -> None:
+        self._world = world
+        self._saved: Any = None
+        """State to continue from; None when the environment itself is in it, or before ``reset``."""
+        self._lost = "it was never reset"
+        self._closed = False
+        self.env_steps = 0
+        world.enter()
+
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        world = self._world
+        with world.lock:
+            self._check_open()
+            if world.users > 1:
+                raise SandboxError("a world with other branches or snapshots can't be reset: open a new sandbox")
+            world.live, self._saved = None, None
+            observation = world.environment.reset(task, seed)
+            world.live = self
+            return observation
+
+    def step(self, action: str) -> Observation:
+        world = self._world
+        with world.lock:
+            self._wake()
+            self._saved, world.live = None, None  # what an exception leaves behind is nobody's state
+            self._lost = "its last step failed"
+            observation = world.environment.step(action)
+            world.live = self
+            self.env_steps += 1
+            return observation
+
+    def snapshot(self) -> Snapshot:
+        world = self._world
+        with world.lock:
+            self._check_open()
+            if world.native and self._saved is not None:
+                return MemorySnapshot(world, self._saved)
+            self._wake()
+            saved = world.save()
+            if world.native:
+                self._saved = saved
+            return MemorySnapshot(world, saved)
+
+    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
+        """``count`` branches in the snapshot's state. The sandbox itself may be closed already."""
+        if not isinstance(snapshot, MemorySnapshot):
+            raise TypeError(f"a {type(snapshot).__name__} is no snapshot of this backend")
+        return snapshot.fork(count)
+
+    def close(self) -> None:
+        world = self._world
+        with world.lock:
+            if self._closed:
+                return
+            self._closed, self._saved = True, None
+            if world.live is self:
+                world.live = None
+            world.leave()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError("this sandbox is closed")
+
+    def _wake(self) -> None:
+        """Bring the environment into this branch's state."""
+        world = self._world
+        self._check_open()
+        if world.live is self:
+            return
+        if self._saved is None:
+            raise SandboxError(f"this branch has no state to go on from: {self._lost}")
+        if world.live is not None:
+            world.live._park()
+        saved, world.live = self._saved, None
+        world.load(saved)
+        world.live = self
+        if not world.native:
+            self._saved = None  # the environment is this branch's own copy now and changes with it
+
+    def _park(self) -> None:
+        """Make room for another branch. A failure is this branch's own and shows at its next step."""
+        if not self._world.native:
+            self._saved = self._world.environment
+        elif self._saved is None:
+            try:
+                self._saved = self._world.save()
+            except Exception as error:
+                self._lost = f"saving it failed ({type(error).__name__}: {error})"
+
+
+class MemorySnapshot(Snapshot):
+    """A saved state (or a deep copy) of a :class:`MemorySandbox`'s environment."""
+
+    def __init__(self, world: _World, saved: Any) -> None:
+        self._world, self._saved = world, saved
+        self._released = False
+        world.enter()
+
+    def fork(self, count: int = 1) -> list[Sandbox | Exception]:
+        """``count`` sandboxes in this state, whether or not the sandbox it was taken of is still open."""
+        with self._world.lock:
+            if self._released:
+                raise SandboxError("this snapshot is released")
+            forks: list[Sandbox | Exception] = []
+            for _ in range(count):
+                try:
+                    forks.append(MemorySandbox._at(self._world, self._world.duplicate(self._saved)))
+                except SandboxError as error:
+                    forks.append(error)
+            return forks
+
+    def release(self) -> None:
+        with self._world.lock:
+            if self._released:
+                return
+            self._released, self._saved = True, None
+            self._world.leave()
+
+
+class _World:
+    """One environment, who is in it, and how its states are kept."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.original = self.environment = environment
+        self.native = all(
+            getattr(type(environment), name) is not getattr(Environment, name) for name in ("save_state", "load_state")
+        )
+        self.lock = threading.RLock()
+        self.live: MemorySandbox | None = None
+        """The branch whose state the environment is in."""
+        self.users = 0
+        """Sandboxes and snapshots that are still open."""
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self.original.close()
+
+    def save(self) -> Any:
+        """The environment's present state, unaffected by what comes."""
+        return self.environment.save_state() if self.native else self._deepcopy(self.environment)
+
+    def load(self, saved: Any) -> None:
+        """Continue from ``saved``. A deep copy is used up by this."""
+        if self.native:
+            self.environment.load_state(saved)
+        else:
+            self.environment = saved
+
+    def duplicate(self, saved: Any) -> Any:
+        """A saved state that one more branch may continue from."""
+        return saved if self.native else self._deepcopy(saved)
+
+    @staticmethod
+    def _deepcopy(environment: Environment) -> Environment:
+        try:
+            return copy.deepcopy(environment)
+        except Exception as error:
+            raise SnapshotUnsupported(
+                f"{type(environment).__name__} has no save_state and can't be deep-copied "
+                f"({type(error).__name__}: {error}): {_ADVICE}"
+            ) from error

