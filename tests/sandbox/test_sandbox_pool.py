@@ -160,10 +160,12 @@ def test_recovery_of_a_world_that_drifts_is_refused():
             trunk.step("a")
 
 
-def test_prints_and_big_texts_dont_disturb_the_line(pool):
+def test_prints_and_big_texts_dont_disturb_the_line_or_this_programs_output(pool, capfd):
     with pool.open() as host:
         sandbox, _ = host.reset("t")
         assert sandbox.step("print").text == "t/0 print"
+        captured = capfd.readouterr()
+        assert captured.out == "" and "more noise" in captured.err
         assert len(sandbox.step("big").text) == 10_000_000
         assert sandbox.step("a" * 5_000_000).text.endswith("a")
 
@@ -300,12 +302,13 @@ if sys.argv[1] == "stay":
 
 
 @pytest.mark.parametrize("how", ["stay", "leave"])
-def test_no_process_outlives_its_parent(how):
+def test_no_process_outlives_its_parent(how, tmp_path):
     """Killed, or just ended without closing the pool; with an idle world, a sleeping one and one stuck in C code."""
     parent = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, how],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],
     )
     lines = [parent.stdout.readline().strip() for _ in range(4)]

@@ -12,16 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+
+from verl_bpo.envs.fast_textworld import FastPddlEnv
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, TaskError
-
-try:
-    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-
-    from verl_bpo.envs.fast_textworld import FastPddlEnv
-except ImportError as error:
-    raise ImportError(
-        f"ALFWorld needs the packages of the envs extra, pip install 'verl_bpo[envs]' ({error})"
-    ) from error
 
 GAME_FILE = "game.tw-pddl"
 

@@ -1,6 +1,6 @@
 """TextWorld's PDDL games with the same texts at a fraction of the cost, and with snapshots.
 
-:class:`FastPddlEnv` is a drop-in for ``textworld.envs.PddlEnv``. It shows the same feedback, admissible commands and
+:class:`FastPddlEnv` takes the place of ``textworld.envs.PddlEnv``. It shows the same feedback, admissible commands and
 scores, and saves time in four places:
 
 - a game file is translated to the planner's format once per process, not four times per reset;

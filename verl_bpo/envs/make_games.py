@@ -98,8 +98,13 @@ def make_textworld_games(
                 f"{folder} holds games made with other options (level {made['options']['level']}, seed "
                 f"{made['options']['seed']}, {made['options']['counts']}): choose another folder or remove it"
             )
-        if all((folder / name).is_file() for name in made["games"]):
+        if made["games"] and all((folder / name).is_file() for name in made["games"]):
             return folder
+    elif any(folder.glob("*/*.json")):
+        raise ValueError(f"{folder} holds games but no manifest: choose another folder or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    # written first, so that an unfinished run isn't mixed with another one's games
+    _write(manifest, json.dumps({"options": options, "games": {}}))
     random = Random(f"{seed}/{level}")
     seen: set[str] = set()
     games: dict[str, str] = {}

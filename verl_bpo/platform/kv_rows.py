@@ -267,7 +267,6 @@ class PrefixCache:
         """Copy held blocks to the beginning of a row."""
         if not keys:
             return
-        self._touch(keys)
         blocks = self.pool[[self.index[key] for key in keys]]
         rows.kv[:, :, row, : len(keys) * self.block] = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
 

@@ -7,6 +7,7 @@ them again. A :class:`SandboxPool` keeps workers warm between trees.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -188,10 +189,8 @@ class SandboxHost:
             raise SandboxError("this world is closed")
         if self._worker is not None and self._garbage:
             garbage = [self._garbage.popleft() for _ in range(len(self._garbage))]
-            try:
+            with contextlib.suppress(SandboxError):  # whoever calls now has no part in it
                 self._worker.call("drop", garbage, timeout=self._pool.step_timeout)
-            except SandboxError:
-                pass  # whoever calls now has no part in it; a worker that died of it is replaced below
         if self._worker is not None and not self._worker.alive():
             self._lose_worker()
         if self._worker is None:

@@ -114,10 +114,9 @@ class _Server:
             self._end(spare.close)
 
     def _keep(self, sandbox: Sandbox, task: str, seed: int, observation: Observation) -> None:
-        try:
+        # Where that can't be, each root sample gets a world of its own; who branches is told by its own snapshot.
+        with contextlib.suppress(SnapshotUnsupported):
             self._initial[task, seed] = sandbox.snapshot(), observation
-        except SnapshotUnsupported:
-            pass  # each root sample then gets a world of its own; who branches is told by its own snapshot
 
     def _make(self) -> Environment:
         environment, self._spare = self._spare, None

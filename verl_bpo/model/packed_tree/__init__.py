@@ -1,0 +1,27 @@
+"""A tree's rows as one sequence in which each shared token stands once. torch and transformers only.
+
+:mod:`trie` packs rows, :mod:`attention` makes each token see its own path, :mod:`forward` runs a model and brings
+log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees whole, :mod:`frugal` trades one more
+forward for much less memory.
+"""
+
+from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, choose_backend
+from verl_bpo.model.packed_tree.batching import plan_micro_batches
+from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs
+from verl_bpo.model.packed_tree.frugal import frugal_outputs
+from verl_bpo.model.packed_tree.trie import PackedTree, pack_rows, sort_rows
+
+__all__ = [
+    "BACKENDS",
+    "PackedTree",
+    "PackedTreeUnsupported",
+    "RowOutputs",
+    "choose_backend",
+    "frugal_outputs",
+    "pack_rows",
+    "packed_forward",
+    "plan_micro_batches",
+    "row_outputs",
+    "sort_rows",
+    "tree_outputs",
+]

@@ -1,0 +1,257 @@
+"""Each packed token attends to the tokens on its own path, and to nothing else.
+
+A node's queries meet the keys gathered along its path. With the causal triangle aligned to the lower right corner this
+is plain variable-length attention, for trees of any depth, without a mask over the tree.
+
+Attention modules call the function that their config names. :func:`attach` puts hooks on them which name ours while a
+call carries a packed tree, and restore the config right after; calls without one don't notice. The hooks run again
+when a checkpointed layer is recomputed, long after the model's own forward has returned.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verl_bpo.model.packed_tree.trie import PackedTree
+
+logger = logging.getLogger(__name__)
+
+NAME = "packed_tree"
+"""Our key in transformers' ``ALL_ATTENTION_FUNCTIONS``, and the keyword that carries the tree to it."""
+BACKENDS = ("sdpa", "flash_attn", "torch_varlen", "flex")
+_QUERY_BLOCK = 512
+"""``sdpa`` cuts long nodes into blocks of this many queries: a block doesn't touch the keys after its end."""
+
+
+class PackedTreeUnsupported(NotImplementedError):
+    """The model, or what was asked of it, can't be computed on packed trees. The message says why and what to do."""
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
+    """Name of the attention backend for tensors of this kind.
+
+    ``auto``: FlashAttention on a GPU in half precision (``flash_attn``, else ``torch_varlen`` that comes with torch),
+    ``sdpa`` everywhere else. ``flex`` is never chosen by itself.
+
+    Raises:
+        PackedTreeUnsupported: the requested backend can't run here.
+        ValueError: an unknown name.
+    """
+    if requested not in ("auto", *BACKENDS):
+        raise ValueError(f"packed-tree backend {requested!r} is not one of auto, {', '.join(BACKENDS)}")
+    gpu = device.type == "cuda"
+    half = dtype in (torch.float16, torch.bfloat16)
+    missing = {
+        "flash_attn": "" if _has_flash_attn() else "the package flash-attn is not installed",
+        "torch_varlen": "" if _has_torch_varlen() else "torch.nn.attention.varlen is missing or too old",
+    }
+    if requested in missing:
+        why = missing[requested] or ("" if gpu else f"it needs a GPU, not {device.type}")
+        why = why or ("" if half else f"it needs float16 or bfloat16, not {dtype}")
+        if why:
+            raise PackedTreeUnsupported(f"packed-tree backend {requested}: {why}; use auto or sdpa")
+    if requested == "flex" and not gpu and torch.is_grad_enabled():
+        raise PackedTreeUnsupported("packed-tree backend flex has no backward on a CPU; use auto or sdpa")
+    if requested != "auto":
+        chosen = requested
+    elif gpu and half:
+        chosen = next((name for name, why in missing.items() if not why), "sdpa")
+    else:
+        chosen = "sdpa"
+    _log_choice(chosen, requested, device.type, dtype)
+    return chosen
+
+
+@lru_cache
+def _log_choice(chosen: str, requested: str, device: str, dtype: torch.dtype) -> None:
+    logger.info("packed-tree attention: %s (requested %s; %s, %s)", chosen, requested, device, dtype)
+    if chosen == "sdpa" and device == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        logger.warning("packed-tree attention falls back to one call a node: install flash-attn, or a newer torch")
+
+
+@lru_cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@lru_cache
+def _has_torch_varlen() -> bool:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Before these arguments it could neither scale scores nor share keys among grouped queries.
+    return {"window_size", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def attach(model: nn.Module) -> None:
+    """Put the hooks on a model's attention modules; once per model, safe to repeat.
+
+    Raises:
+        PackedTreeUnsupported: not every layer is ordinary causal self-attention called through transformers'
+            attention interface.
+    """
+    if getattr(model, "_packed_tree_attached", False):
+        return
+    config = getattr(model, "config", None)
+    if config is None:
+        raise PackedTreeUnsupported(f"{type(model).__name__} is no transformers model (it has no config)")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise PackedTreeUnsupported(
+            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(kinds))}: "
+            f"turn packed trees off for this model"
+        )
+    modules = [m for m in model.modules() if hasattr(m, "num_key_value_groups") and hasattr(m, "config")]
+    if len(modules) != text.num_hidden_layers:
+        raise PackedTreeUnsupported(
+            f"{text.model_type} has {text.num_hidden_layers} layers but {len(modules)} modules of causal "
+            f"self-attention in transformers' form: turn packed trees off for this model"
+        )
+    for module in modules:
+        module.register_forward_pre_hook(_enter, with_kwargs=True)
+        module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+    model._packed_tree_attached = True
+
+
+def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if kwargs.get(NAME) is not None:
+        module._packed_tree_restores = module.config._attn_implementation
+        module.config._attn_implementation = NAME
+
+
+def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    if kwargs.get(NAME) is not None and hasattr(module, "_packed_tree_restores"):
+        module.config._attn_implementation = module._packed_tree_restores
+        del module._packed_tree_restores
+
+
+def path_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_tree: PackedTree | None = None,
+    packed_tree_backend: str = "auto",
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query (1, Hq, N, D), key and value (1, Hkv, N, D) -> (1, N, Hq, D)."""
+    if packed_tree is None:
+        raise PackedTreeUnsupported(f"{type(module).__name__} doesn't pass the packed tree on to its attention")
+    if sliding_window is not None and max(packed_tree.path_lengths) > sliding_window:
+        raise PackedTreeUnsupported(
+            f"a path of {max(packed_tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
+            f"shorten the rows or turn packed trees off"
+        )
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise PackedTreeUnsupported(f"{type(module).__name__} uses {name}, which packed trees don't support")
+    if dropout:
+        raise PackedTreeUnsupported(f"attention dropout {dropout} is not supported: set attention_dropout=0")
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    backend = choose_backend(query.device, query.dtype, packed_tree_backend)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if backend == "flex":
+        return _flex(query, key, value, packed_tree, scale).transpose(1, 2), None
+    # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
+    key, value = key.index_select(2, packed_tree.path_index), value.index_select(2, packed_tree.path_index)
+    if backend == "sdpa":
+        return _sdpa(query, key, value, packed_tree, scale).transpose(1, 2), None
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    return VARLEN[backend](*flat, packed_tree, scale)[None], None
+
+
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float
+) -> torch.Tensor:
+    outputs = []
+    nodes = zip(query.split(tree.node_lengths, 2), key.split(tree.path_lengths, 2), value.split(tree.path_lengths, 2))
+    for q, k, v in nodes:
+        prefix = k.shape[2] - q.shape[2]
+        if not prefix:
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
+            continue
+        end = prefix
+        for block in q.split(_QUERY_BLOCK, 2):
+            end += block.shape[2]
+            mask = _lower_right(block.shape[2], end, q.device) if block.shape[2] > 1 else None
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    block, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
+                )
+            )
+    return torch.cat(outputs, 2)
+
+
+@lru_cache(maxsize=256)
+def _lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    # The same few shapes recur in every layer, forward and recomputation.
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    lengths = (max(tree.node_lengths), max(tree.path_lengths))
+    return flash_attn_varlen_func(q, k, v, tree.cu_nodes, tree.cu_paths, *lengths, softmax_scale=scale, causal=True)
+
+
+def _torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    lengths = (max(tree.node_lengths), max(tree.path_lengths))
+    return varlen_attn(
+        q, k, v, tree.cu_nodes, tree.cu_paths, *lengths, scale=scale, window_size=(-1, 0), enable_gqa=True
+    )
+
+
+VARLEN: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": _flash_attn, "torch_varlen": _torch_varlen}
+"""Kernels for q (N, Hq, D), k and v (P, Hkv, D) -> (N, Hq, D). Both align the causal triangle to the lower right."""
+
+
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float
+) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel = _compiled(flex_attention) if query.is_cuda else flex_attention
+    return kernel(query, key, value, block_mask=_block_mask(tree), scale=scale, enable_gqa=True)
+
+
+@lru_cache(maxsize=4)
+def _block_mask(tree: PackedTree) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    end, count = tree.subtree_end, tree.unique_tokens
+
+    def on_path(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q < end[k])
+
+    # Compiled, so that the dense N x N mask is never held.
+    build = _compiled(create_block_mask) if end.is_cuda else create_block_mask
+    return build(on_path, None, None, count, count, device=end.device)
+
+
+@lru_cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, path_attention)

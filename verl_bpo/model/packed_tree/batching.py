@@ -1,0 +1,132 @@
+"""Micro-batches that keep a tree's rows together."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_bpo.model.packed_tree.trie import _flatten, sort_rows
+
+
+@dataclass
+class _Unit:
+    """Neighbouring rows of one tree in DFS order, and how many unique tokens they hold."""
+
+    rows: list[int]
+    sizes: list[int]
+    """Length of each row."""
+    shared: list[int]
+    """Tokens that each row shares with the one before it in the tree."""
+
+    @property
+    def unique(self) -> int:
+        # The first row has nothing before it in its own micro-batch.
+        return sum(self.sizes) - sum(self.shared[1:])
+
+    def cut(self, at: int) -> tuple[_Unit, _Unit]:
+        head = _Unit(self.rows[:at], self.sizes[:at], self.shared[:at])
+        return head, _Unit(self.rows[at:], self.sizes[at:], self.shared[at:])
+
+
+def plan_micro_batches(
+    rows: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor,
+    trees: Sequence[Hashable],
+    max_tokens: int,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> list[list[int]]:
+    """Row numbers of each micro-batch: at most ``max_tokens`` unique tokens, trees whole as far as they fit.
+
+    A tree that is too large is cut between neighbouring branches, which share the most; the result stays correct and
+    only computes the shared part again. Every rank of ``group`` gets the same number of micro-batches.
+
+    Args:
+        rows: token ids, as for :func:`trie.pack_rows`.
+        trees: a key for each row that says which tree it belongs to.
+        max_tokens: budget of one micro-batch in unique tokens.
+        group: ranks that must agree on the count; None: this process alone.
+        device: where a tensor for the agreement may live (the accelerator, for NCCL).
+
+    Raises:
+        ValueError: a row alone exceeds the budget, or a rank has fewer rows than another rank needs micro-batches.
+            All ranks raise together.
+    """
+    tokens, offsets = _flatten(rows)
+    sizes = np.diff(offsets)
+    longest, count = int(sizes.max(initial=0)), 0
+    bins: list[list[_Unit]] = []
+    if longest <= max_tokens:
+        bins = _pack(_units(tokens, offsets, trees, max_tokens), max_tokens)
+        count = len(bins)
+    longest, count, few = _agree([longest, count, -len(sizes)], group, device)
+    if longest > max_tokens:
+        raise ValueError(f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch")
+    if count > -few:
+        raise ValueError(f"one rank needs {count} micro-batches, another has only {-few} rows: balance rows over ranks")
+    while len(bins) < count:
+        _split_largest(bins)
+    return [sorted(row for unit in units for row in unit.rows) for units in bins]
+
+
+def _units(tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], max_tokens: int) -> list[_Unit]:
+    """Trees, cut where they exceed the budget."""
+    members: dict[Hashable, list[int]] = {}
+    for row, tree in enumerate(trees):
+        members.setdefault(tree, []).append(row)
+    units = []
+    for rows in members.values():
+        parts = [tokens[offsets[r] : offsets[r + 1]] for r in rows]
+        order, shared = sort_rows(np.concatenate(parts), np.concatenate([[0], np.cumsum([len(p) for p in parts])]))
+        rest = _Unit([rows[i] for i in order], [len(parts[i]) for i in order], shared.tolist())
+        while rest.unique > max_tokens:
+            running = np.cumsum(rest.sizes) - np.cumsum([0, *rest.shared[1:]])
+            head, rest = rest.cut(int(np.searchsorted(running, max_tokens, side="right")))
+            units.append(head)
+        units.append(rest)
+    return units
+
+
+def _pack(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
+    """Best fit, largest first."""
+    bins: list[list[_Unit]] = []
+    space: list[tuple[int, int]] = []  # (room left, bin), sorted
+    for unit in sorted(units, key=lambda u: -u.unique):
+        at = bisect.bisect_left(space, (unit.unique, -1))
+        if at == len(space):
+            bins.append([unit])
+            room, index = max_tokens, len(bins) - 1
+        else:
+            room, index = space.pop(at)
+            bins[index].append(unit)
+        bisect.insort(space, (room - unit.unique, index))
+    return bins
+
+
+def _split_largest(bins: list[list[_Unit]]) -> None:
+    """One micro-batch more: between trees if any holds several, else inside the largest tree."""
+    several = [b for b in bins if len(b) > 1]
+    pool = several or [b for b in bins if len(b[0].rows) > 1]
+    largest = max(pool, key=lambda b: sum(u.unique for u in b))
+    if several:
+        halves: tuple[list[_Unit], list[_Unit]] = ([], [])
+        for unit in sorted(largest, key=lambda u: -u.unique):
+            min(halves, key=lambda h: sum(u.unique for u in h)).append(unit)
+    else:
+        head, tail = largest[0].cut(len(largest[0].rows) // 2)
+        halves = ([head], [tail])
+    bins.remove(largest)
+    bins.extend(halves)
+
+
+def _agree(values: list[int], group: dist.ProcessGroup | None, device: torch.device | str) -> list[int]:
+    """Element-wise maximum over the group."""
+    if group is None or not dist.is_initialized():
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
