@@ -89,8 +89,9 @@ class ScriptedPolicy:
     def __init__(self, letter, entropy=lambda number: 0.5):
         self.letter, self.entropy, self.prompts = letter, entropy, []
 
-    async def __call__(self, prompt_ids, max_tokens, number):
+    async def __call__(self, prompt_ids, max_tokens, place):
         self.prompts.append(list(prompt_ids))
+        number = len(self.prompts)
         await asyncio.sleep(0.001)
         letter = self.letter(number) if callable(self.letter) else self.letter
         return Generation([ord(letter)], [-0.7], [self.entropy(number)], cached_tokens=2, prefill_tokens=3)
@@ -208,10 +209,12 @@ def test_everything_is_given_back():
 
 
 def test_everything_is_given_back_when_the_engine_fails():
-    async def broken(prompt_ids, max_tokens, number):
-        if number == 6:
+    policy = ScriptedPolicy("a", lambda n: 2.0)
+
+    async def broken(prompt_ids, max_tokens, place):
+        if len(policy.prompts) == 6:
             raise RuntimeError("engine gone")
-        return await ScriptedPolicy("a", lambda n: 2.0)(prompt_ids, max_tokens, number)
+        return await policy(prompt_ids, max_tokens, place)
 
     world = FakeWorld()
     with pytest.raises(RuntimeError, match="engine gone"):

@@ -116,10 +116,10 @@ class TreeAgentLoop(AgentLoopBase):
         request_id = uuid4().hex  # one id per tree keeps its branches on one replica, where their prefix is cached
         identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
 
-        async def generate(prompt_ids: list[int], max_tokens: int, number: int) -> Generation:
+        async def generate(prompt_ids: list[int], max_tokens: int, place: str) -> Generation:
             params = {**sampling_params, "max_tokens": max_tokens, "logprobs": True}
             if self.bpo.seed is not None:
-                params["seed"] = crc32(f"{self.bpo.seed}/{identity}/{number}".encode())
+                params["seed"] = crc32(f"{self.bpo.seed}/{identity}/{place}".encode())
             output = await self.server_manager.generate(
                 request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
             )

@@ -36,8 +36,8 @@ class Generation:
     weights_version: int | None = None
 
 
-Generate = Callable[[list[int], int, int], Awaitable[Generation]]
-"""(prompt ids, most tokens to sample, request number within the tree) -> the sampled action."""
+Generate = Callable[[list[int], int, str], Awaitable[Generation]]
+"""(prompt ids, most tokens to sample, "trajectory/depth" of the action in its tree) -> the sampled action."""
 
 
 class World(Protocol):
@@ -84,7 +84,6 @@ class TreeRollout:
         self.points: dict[int, list[_Point]] = {}
         self.nesting: dict[int, int] = {}
         self.versions: set[int] = set()
-        self._requests = 0
         self._open: set[Sandbox] = set()
         self._snapshots: list[Snapshot] = []
         self._tasks: set[asyncio.Task] = set()
@@ -229,9 +228,8 @@ class TreeRollout:
         try:
             while True:
                 room = self._room(conversation)
-                sampled = await self.generate(
-                    conversation.ids, min(self.budget.max_action_tokens, room), self._next_request()
-                )
+                most = min(self.budget.max_action_tokens, room)
+                sampled = await self.generate(conversation.ids, most, f"{index}/{depth}")
                 tokens += len(sampled.token_ids)
                 self._count(sampled)
                 text = self.prompter.decode(sampled.token_ids)
@@ -313,10 +311,6 @@ class TreeRollout:
         self.counters["prefill_tokens"] += sampled.prefill_tokens
         if sampled.weights_version is not None:
             self.versions.add(sampled.weights_version)
-
-    def _next_request(self) -> int:
-        self._requests += 1
-        return self._requests
 
     def _lost(self, index: int, error: Exception) -> None:
         self.tree.trajectories[index].end = "failed"

@@ -98,6 +98,12 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
             "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
         )
+    if bpo.env.name:
+        from verl_bpo.envs import environment_status
+
+        usable, reason = environment_status(bpo.env.name)
+        if not usable:
+            raise ConfigError(reason)
     room = config.data.max_response_length
     if bpo.env.max_action_tokens > room:
         raise ConfigError(

@@ -155,8 +155,8 @@ def _assemble(
     node_of = np.cumsum(opens) - 1
     node_parent = np.where(parent[starts] < 0, -1, node_of[parent[starts]])
     paths = []
-    for start, end in zip(starts.tolist(), bounds[1:].tolist()):
-        first = offsets[owner[start]]
+    for end in bounds[1:].tolist():
+        first = offsets[owner[end - 1]]  # a node may run on from a row that is a prefix into the one it starts
         paths.append(row_index[first : first + depth[end - 1] + 1])
     path_lengths = np.array([len(p) for p in paths])
 

@@ -1,0 +1,164 @@
+"""The real thing: verl's trainer, Ray, TransferQueue, FSDP2, the transformers replica, real sandboxes. No fakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_bpo.data import write_prompts
+from verl_bpo.envs.make_games import make_textworld_games
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUMBER_GAME = f"{REPOSITORY}/recipes/own_env/number_game.py:NumberGame"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Games, prompt files and a policy that has seen a few walkthroughs."""
+    folder = tmp_path_factory.mktemp("run")
+    make_textworld_games(folder / "games", {"train": 12, "valid": 4}, level=1, progress=False)
+    for split in ("train", "valid"):
+        write_prompts("textworld", split, folder / f"{split}.parquet", kwargs={"root": str(folder / "games")})
+        write_prompts(NUMBER_GAME, split, folder / f"numbers-{split}.parquet", limit=8)
+    command = [
+        sys.executable, "-m", "verl_bpo.cli", "warmstart", "--out", str(folder / "warmstart"), "--data",
+        str(folder / "games"), "--hidden-size", "64", "--layers", "2", "--heads", "2", "--steps", "2", "--held-out", "2",
+        "--check-every", "2",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def train(root: Path, name: str, *overrides: str) -> list[dict]:
+    """Run the trainer as a user does; returns the metrics of every step."""
+    log = root / f"{name}.jsonl"
+    command = [
+        sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
+        "--config-name", "quickstart", f"root={root}", f"name={name}", "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2", "trainer.val_before_train=false",
+        "trainer.test_freq=-1", "actor_rollout_ref.actor.entropy_coeff=0.01", "bpo.env.max_turns=4", *overrides,
+    ]  # fmt: skip
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=REPOSITORY)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+
+
+def assert_same_policy_in_engine_and_trainer(steps: list[dict]) -> None:
+    for metrics in steps:
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+
+
+def parameters(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
+    folder = root / "checkpoints" / name / f"global_step_{step}" / "actor"
+    return torch.load(folder / "model_world_size_1_rank_0.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def bpo_run(root) -> list[dict]:
+    """Three steps of BPO on a user's own environment, with a checkpoint after each."""
+    return train(
+        root, "bpo", *NUMBERS, "trainer.total_training_steps=3", "trainer.save_freq=1", f"bpo.dump_dir={root}/dump",
+        "trainer.test_freq=3",
+    )  # fmt: skip
+
+
+NUMBERS = (
+    "data.train_files=${root}/numbers-train.parquet",
+    "data.val_files=${root}/numbers-valid.parquet",
+    "bpo.preset=paper",
+    "bpo.branch.threshold=0.1",
+    "bpo.budget.limit=6",
+)
+
+
+def test_bpo_trains_on_trees_and_the_engine_follows_every_update(bpo_run):
+    assert len(bpo_run) == 3
+    assert_same_policy_in_engine_and_trainer(bpo_run)
+    for metrics in bpo_run:
+        assert metrics["tree/leaves"] == 6 and metrics["tree/forks"] > 0
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["tree/cached_share"] > 0.3  # branches reuse their prefix
+    assert any(m["bpo/sibling_return_variance"] > 0 for m in bpo_run)
+    assert any(key.endswith("success/mean@1") for key in bpo_run[-1])
+
+
+def test_costs_are_counted_from_the_start_of_training(bpo_run):
+    for key in ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens"):
+        counts = [m[f"compute/{key}"] for m in bpo_run]
+        assert counts == sorted(counts) and counts[0] > 0
+    assert [m["compute/updates"] for m in bpo_run] == [1, 2, 3]
+
+
+def test_dumped_trees_give_the_advantages_that_were_trained_on(root, bpo_run):
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_bpo.cli", "report", "recompute", str(root / "dump")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "match" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_resumed_run_reaches_the_same_state(root, bpo_run):
+    resumed = train(
+        root, "resumed", *NUMBERS, "trainer.total_training_steps=3", "trainer.save_freq=1",
+        "trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/checkpoints/bpo/global_step_2",
+    )  # fmt: skip
+    assert len(resumed) == 1
+    assert resumed[0]["compute/env_steps"] == bpo_run[2]["compute/env_steps"]
+    assert resumed[0]["compute/updates"] == 3
+    before, after = parameters(root, "bpo", 3), parameters(root, "resumed", 3)
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(_plain(after[name]), _plain(before[name]), rtol=0, atol=1e-6)
+
+
+def test_training_changes_the_policy(root, bpo_run):
+    first, last = parameters(root, "bpo", 1), parameters(root, "bpo", 3)
+    assert any(not torch.equal(_plain(first[n]), _plain(last[n])) for n in first)
+
+
+def test_grpo_takes_plain_trajectories_of_the_same_environment(root):
+    steps = train(
+        root, "grpo", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=2"
+    )
+    assert_same_policy_in_engine_and_trainer(steps)
+    assert steps[-1]["tree/trees"] == 6 and steps[-1]["tree/leaves"] == 1 and steps[-1]["tree/snapshots"] == 0
+    assert steps[-1]["compute/env_steps"] > 0 and steps[-1]["compute/updates"] == 2
+
+
+def test_ppo_trains_its_critic(root):
+    steps = train(
+        root, "ppo", "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=2", "trainer.total_training_steps=2"
+    )
+    assert_same_policy_in_engine_and_trainer(steps)
+    assert steps[-1]["critic/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("bpo.branch.selector=entropy", "bpo.branch.selector='entropy' is not one of"),
+        ("bpo.branch.forks=0", "bpo.branch.forks=0 must be at least 1"),
+        ("+bpo.branching.forks=2", "unknown key bpo.branching"),
+        ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=True"),
+        ("bpo.env.name=nowhere", "no environment named 'nowhere'"),
+    ],
+)
+def test_bad_config_stops_before_ray_with_one_line(root, override, message):
+    command = [
+        sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
+        "--config-name", "quickstart", f"root={root}", override,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    assert done.returncode != 0
+    assert f"verl_bpo: {message}" in done.stderr and "ray init" not in done.stdout and "Traceback" not in done.stderr
+
+
+def _plain(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
