@@ -181,6 +181,9 @@ class BPOConfig:
     updates_per_step: int | None = None
     """Optimizer steps a training step, whatever the number of rows. None: ``data.train_batch_size`` over
     ``actor.ppo_mini_batch_size``, as for every other estimator in verl."""
+    max_env_steps: int | None = None
+    """Training ends (with a last validation) once its rollouts have taken about this many environment steps: the matched
+    compute of comparisons. None: by ``trainer.total_training_steps`` alone."""
     seed: int | None = None
     """Seed of every sampling request. None: not seeded."""
     dump_dir: str | None = None
@@ -191,8 +194,9 @@ class BPOConfig:
     def __post_init__(self) -> None:
         _one_of("bpo.preset", self.preset, tuple(PRESETS))
         _at_least("bpo.poll_interval", self.poll_interval, 0.001)
-        if self.updates_per_step is not None:
-            _at_least("bpo.updates_per_step", self.updates_per_step, 1)
+        for key in ("updates_per_step", "max_env_steps"):
+            if getattr(self, key) is not None:
+                _at_least(f"bpo.{key}", getattr(self, key), 1)
         if self.branch.selector != "none":
             self._check_branching()
         longest = {

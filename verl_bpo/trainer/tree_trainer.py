@@ -62,6 +62,19 @@ class TreeTrainer(PPOTrainerSync):
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.actor_rollout_wg.set_loss_fn(partial(policy_loss, config=actor))
 
+    def on_step_begin(self) -> None:
+        super().on_step_begin()
+        self._steps_before = self.totals["env_steps"]
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        # verl decides before a step whether it is the last, which is validated: so look ahead by one step.
+        if self.bpo.max_env_steps is not None:
+            taken = self.totals["env_steps"] - self._steps_before
+            left = self.bpo.max_env_steps - self.totals["env_steps"]
+            if left < 1.5 * taken:
+                self.total_training_steps = min(self.total_training_steps, self.global_steps + 1)
+
     # --- optimizer steps --------------------------------------------------------------------------------------------
 
     @property
