@@ -45,7 +45,9 @@ def profile(steps: list[dict]) -> dict[str, float]:
     """Mean seconds of each phase and the cache's share, without the first step, which warms up."""
     warm = steps[1:] or steps
     mean = {phase: sum(s.get(f"timing_s/{phase}", 0.0) for s in warm) / len(warm) for phase in PHASES}
-    spent = {key: steps[-1][f"compute/{key}"] for key in ("cached_tokens", "prefill_tokens", "generated_tokens", "env_steps")}
+    spent = {
+        key: steps[-1][f"compute/{key}"] for key in ("cached_tokens", "prefill_tokens", "generated_tokens", "env_steps")
+    }
     cached = spent["cached_tokens"] / max(spent["cached_tokens"] + spent["prefill_tokens"], 1)
     return {**mean, **spent, "cached_share": cached}
 
@@ -60,7 +62,10 @@ def main() -> None:
     print(f"{'':18}" + "".join(f"{name:>12}" for name in results))
     for key in next(iter(results.values())):
         unit = " s" if key in PHASES else ""
-        print(f"{key + unit:18}" + "".join(f"{r[key]:12.3f}" if r[key] < 100 else f"{r[key]:12.0f}" for r in results.values()))
+        print(
+            f"{key + unit:18}"
+            + "".join(f"{r[key]:12.3f}" if r[key] < 100 else f"{r[key]:12.0f}" for r in results.values())
+        )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"steps": arguments.steps, **results}, indent=1))
 

@@ -29,7 +29,7 @@ ensure_venv() {
     "$VENV/bin/python" -m pip install --quiet --upgrade pip 2>&1 | grep -v '^WARNING' || true
     # torch first: a later resolution then keeps this build.
     "$VENV/bin/python" -m pip install --quiet "torch==2.13.0" 2>&1 | grep -v '^WARNING' || true
-    "$VENV/bin/python" -m pip install --quiet -e ".[$extras]" || return 1
+    "$VENV/bin/python" -m pip install --quiet -e ".[$extras]" 2>"$VENV/pip.log" || { cat "$VENV/pip.log" >&2; return 1; }
     touch "$stamp"
   fi
   export PATH="$PWD/$VENV/bin:$PATH"

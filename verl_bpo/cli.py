@@ -98,7 +98,9 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     train = add("train", _train, "train with verl; every key of verl's config and of bpo.* is an override")
-    train.add_argument("overrides", nargs=argparse.REMAINDER, help="Hydra overrides, such as bpo.preset=guided")
+    train.add_argument(
+        "overrides", nargs="*", help="Hydra overrides, such as bpo.preset=guided, and Hydra's own options"
+    )
 
     doctor = add("doctor", _doctor, "show versions, registrations, engines and environments; fails if a mode can't run")
     doctor.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
@@ -138,7 +140,11 @@ def main() -> int:
     from verl_bpo.config.schema import ConfigError
     from verl_bpo.sandbox.base import SandboxError
 
-    arguments = parser().parse_args()
+    arguments, rest = parser().parse_known_args()
+    if rest and arguments.command != "train":
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if arguments.command == "train":  # Hydra reads its own options, such as --config-dir
+        arguments.overrides = sys.argv[sys.argv.index("train") + 1 :]
     try:
         return arguments.run(arguments)
     except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:

@@ -80,16 +80,22 @@ def _config(module: Any) -> None:
     module.validate_config = wrap_validate_config(module.validate_config)
 
 
-@_hook("verl.trainer.ppo.core_algos", "advantage estimator bpo")
+@_hook("verl.trainer.ppo.core_algos", "advantage estimators bpo and sapo")
 def _estimators(module: Any) -> None:
     from verl_bpo.trainer.estimators import register
 
     register(module)
 
 
-@_hook("verl.trainer.ppo.v1", "trainer mode bpo_sync")
+@_hook("verl.trainer.ppo.v1", "trainer modes bpo_sync and sapo_sync")
 def _trainer(module: Any) -> None:
+    import verl_bpo.trainer.sapo_trainer
     import verl_bpo.trainer.tree_trainer  # noqa: F401
+
+
+@_hook("verl.workers.engine.fsdp.transformer_impl", "engine language_model_with_value_readout")
+def _engine(module: Any) -> None:
+    import verl_bpo.model.engine  # noqa: F401
 
 
 @_hook("verl.experimental.agent_loop", "agent loop tree_agent")

@@ -59,18 +59,21 @@ class WarmstartOptions:
     batch_size: int = 8
     """Walkthroughs a step."""
     learning_rate: float = 2e-3
-    until_success: float = 0.3
+    until_success: float = 0.25
     """Stop once this share of the held-out train games is won, sampling at temperature 1."""
     held_out: int = 48
     """Train games that are kept from the lessons and played to measure success."""
-    check_every: int = 20
+    check_every: int = 10
     """Steps between two measurements."""
     max_turns: int = 12
     max_action_tokens: int = 16
     seed: int = 0
+    threads: int = 1
+    """Of PyTorch. A tiny model gains little from more, and loses much where other processes want the cores. Numbers
+    depend on it in their last digits."""
 
     def __post_init__(self) -> None:
-        for key in ("layers", "heads", "steps", "batch_size", "held_out", "check_every", "max_turns"):
+        for key in ("layers", "heads", "steps", "batch_size", "held_out", "check_every", "max_turns", "threads"):
             if getattr(self, key) < 1:
                 raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must be at least 1")
         if self.hidden_size % (2 * self.heads):
@@ -401,17 +404,20 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     shuffled = random.Random(options.seed).sample(list(tasks), len(tasks))
     held_out, lesson_tasks = shuffled[: options.held_out], shuffled[options.held_out :]
     environments = [environment_class() for _ in held_out]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
     try:
+        if options.base != "tiny":
+            model, tokenizer = load_base(options.base)
         walkthroughs = record_walkthroughs(environments[0], lesson_tasks)
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
             model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
-        else:
-            model, tokenizer = load_base(options.base)
         prompter = Prompter(tokenizer, options.prompt)
         lessons = [lesson for walkthrough in walkthroughs for lesson in write_lessons(prompter, walkthrough)]
         result = teach(model, prompter, lessons, environments, held_out, options)
     finally:
+        torch.set_num_threads(threads)
         for environment in environments:
             environment.close()
     result = {

@@ -30,9 +30,7 @@ def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole_batch():
     x = [torch.randn(7, generator=g) for _ in range(6)]
     whole = sapo_value_loss(*x[:4], turns=7, v_coef=0.3, q_coef=0.7, v_old=x[4], q_old=x[5], clip=0.2)
     parts = [
-        sapo_value_loss(
-            *(t[s] for t in x[:4]), turns=7, v_coef=0.3, q_coef=0.7, v_old=x[4][s], q_old=x[5][s], clip=0.2
-        )
+        sapo_value_loss(*(t[s] for t in x[:4]), turns=7, v_coef=0.3, q_coef=0.7, v_old=x[4][s], q_old=x[5][s], clip=0.2)
         for s in (slice(0, 2), slice(2, 2), slice(2, 7))
     ]
     for name in ("loss", "v_loss", "q_loss", "v_clipped", "q_clipped"):
@@ -98,13 +96,13 @@ def test_v_and_q_converge_to_the_exact_values_of_a_fixed_policy(lam, bootstrap):
     model = AutoModelForCausalLM.from_config(
         Qwen2Config(
             vocab_size=6, hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=16,
+            num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.1,
         )
     )  # fmt: skip
     readout = attach_value_readout(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=1000)
-    for _ in range(1000):
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=600)
+    for _ in range(600):
         with readout.reading(at) as values:
             model(input_ids=ids, use_cache=False)
         v, q = values.state[sampled], values.action[sampled]
@@ -117,6 +115,6 @@ def test_v_and_q_converge_to_the_exact_values_of_a_fixed_policy(lam, bootstrap):
         schedule.step()
     expected_v = torch.tensor([exact_v(h[:t]) for h in outcomes for t in range(TURNS)])[sampled]
     expected_q = torch.tensor([exact_q(h[: t + 1]) for h in outcomes for t in range(TURNS)])[sampled]
-    assert (v - expected_v).abs().max() < 0.02
-    assert (q - expected_q).abs().max() < 0.02
+    assert (v - expected_v).abs().max() < 0.01
+    assert (q - expected_q).abs().max() < 0.01
     assert expected_v.std() > 0.2 and expected_q.std() > 0.2

@@ -59,6 +59,11 @@ def make_tokenizer(family):
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    if family is LLAMA:  # its tokenizer puts a BOS token before any text, which the template has written already
+        bos = family.special[0]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=family.end)
     wrapped.chat_template = family.template
     return wrapped

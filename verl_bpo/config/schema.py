@@ -145,6 +145,53 @@ class EnvConfig:
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)
 
 
+@dataclass
+class SAPOConfig:
+    """``algorithm.adv_estimator=sapo``: Single-rollout Autoregressive Policy Optimization (arXiv 2608.19842). Not verl's
+    policy loss of the same name."""
+
+    gamma: float = 1.0
+    """Discount of a turn."""
+    lam: float = 0.95
+    """lambda of the returns G that advantages and the state values' targets are made of."""
+    bootstrap: str = "sarsa"
+    """What stands in G for the rest after the next turn began: ``sarsa``, its action value Q, or ``v``, its state value."""
+    sarsa_lambda: float = 0.0
+    """lambda of the action values' targets: 0 is SARSA's one step."""
+    truncation: str = "terminal"
+    """A trajectory cut by a limit: ``terminal`` counts nothing after it, so running out of turns is a failure, as it is for
+    every other estimator here. ``bootstrap`` adds what the readout expects to follow: for limits that are no part of the
+    task. Where episodes fail only by running out, it leaves nothing that holds the values down."""
+    normalise: bool = True
+    """Advantages to mean 0 and standard deviation 1 over all turns of the batch."""
+    v_coef: float = 0.5
+    """c_v: weight of the state values' loss beside the policy's."""
+    q_coef: float = 0.5
+    """c_q: weight of the action values' loss beside the policy's."""
+    value_clip: float | None = 0.5
+    """How far a value may move from what it was when the batch was sampled before its loss is clipped. None: any."""
+    value_grad_scale: float = 1.0
+    """Factor on the value losses' gradient into the backbone: 1 shares it (the paper), 0 leaves the heads a probe."""
+    head_lr: float | None = None
+    """Learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about 0.1 at
+    most, whatever the model's width."""
+    warmup_steps: int = 0
+    """Training steps in which only the heads learn, before the policy starts to."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.sapo.bootstrap", self.bootstrap, ("sarsa", "v"))
+        _one_of("bpo.sapo.truncation", self.truncation, ("bootstrap", "terminal"))
+        for key in ("gamma", "lam", "sarsa_lambda"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"bpo.sapo.{key}={getattr(self, key)} must lie in [0, 1]")
+        for key in ("v_coef", "q_coef", "value_grad_scale", "warmup_steps"):
+            _at_least(f"bpo.sapo.{key}", getattr(self, key), 0)
+        for key in ("value_clip", "head_lr"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"bpo.sapo.{key}={value} must be above 0")
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "plain": {"branch": {"selector": "none"}, "budget": {"unit": "leaves", "limit": 1, "fill": "none"}},
     "paper": {
@@ -176,6 +223,7 @@ class BPOConfig:
     branch: BranchConfig = field(default_factory=BranchConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     updates_per_step: int | None = None

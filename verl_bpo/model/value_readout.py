@@ -210,9 +210,9 @@ class ValueReadout(nn.Module):
         """Nothing, and nothing is missing."""
 
     def own_state(self) -> dict[str, Tensor]:
-        """The heads' parameters, whole and on the CPU. Where they are sharded every rank must call it."""
+        """A copy of the heads' parameters, whole and on the CPU. Where they are sharded every rank must call it."""
         return {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to("cpu", torch.float32)
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to("cpu", torch.float32, copy=True)
             for name, p in self.named_parameters()
         }
 
@@ -259,11 +259,15 @@ def attach_value_readout(model: nn.Module, grad_scale: float = 1.0) -> ValueRead
     return readout
 
 
-def save_value_readout(readout: ValueReadout, folder: str | Path) -> Path:
-    """Write the heads to ``folder/value_readout.safetensors``, beside an exported model's own files."""
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(readout.own_state(), str(path))
+def save_value_readout(readout: ValueReadout, folder: str | Path, write: bool = True) -> Path:
+    """Write the heads to ``folder/value_readout.safetensors``, beside an exported model's own files.
+
+    Where the heads are sharded all ranks call it, and one of them with ``write``.
+    """
+    path, state = Path(folder) / FILE, readout.own_state()
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, str(path))
     return path
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from verl_bpo.trainer.prepare import MODES
 
 
 def register(core_algos: Any) -> None:
-    """Register ``bpo``.
+    """Register ``bpo`` and ``sapo`` (Single-rollout Autoregressive Policy Optimization, arXiv 2608.19842).
 
-    verl's table holds functions of padded rows; a tree's advantages need its topology, which only the ``bpo_sync``
-    trainer reads. So the entry makes the name known, and says so when another trainer calls it.
+    verl's table holds functions of padded rows; our advantages need the turns of each row's tree, which only our trainer
+    modes read. So an entry makes the name known, and says so when another trainer calls it.
     """
+    for name, mode in MODES.items():
+        core_algos.register_adv_est(name)(partial(_refuse, name, mode))
 
-    @core_algos.register_adv_est("bpo")
-    def bpo(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "algorithm.adv_estimator=bpo needs the tree of each row: set trainer.use_v1=True and "
-            "trainer.v1.trainer_mode=bpo_sync (python -m verl.trainer.main_ppo does it by itself)"
-        )
+
+def _refuse(name: str, mode: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"algorithm.adv_estimator={name} needs the turns of each row: set trainer.use_v1=True and "
+        f"trainer.v1.trainer_mode={mode} (python -m verl.trainer.main_ppo does it by itself)"
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -13,7 +15,10 @@ from verl_bpo.config.schema import BPOConfig, ConfigError, build
 
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.rollout.manager.TreeManager"
-ESTIMATORS = ("bpo",)
+MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
+"""Trainer mode of each of our advantage estimators; every other estimator runs in ``bpo_sync`` too."""
+ESTIMATORS = tuple(MODES)
+READOUT_MODEL = "language_model_with_value_readout"
 
 
 def asks_for_us(config: DictConfig) -> bool:
@@ -49,18 +54,19 @@ def prepare(config: DictConfig) -> BPOConfig:
         raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
     tree = config.algorithm.adv_estimator in ESTIMATORS
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
-    resolved = build(_without_unset(user), "paper" if tree else "plain")
+    resolved = build(_without_unset(user), "paper" if config.algorithm.adv_estimator == "bpo" else "plain")
     _check(config, resolved, tree)
     with open_dict(config):
         config.bpo = OmegaConf.create(_as_dict(resolved))
         config.trainer.use_v1 = True
-        if config.trainer.v1.trainer_mode == "sync":
-            config.trainer.v1.trainer_mode = "bpo_sync"
+        config.trainer.v1.trainer_mode = MODES.get(config.algorithm.adv_estimator, "bpo_sync")
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.default_agent_loop = AGENT_LOOP
         rollout.agent.agent_loop_manager_class = MANAGER
         rollout.calculate_log_probs = True
         _environment(config, "VERL_BPO_ENTROPY", "1")
+        if config.algorithm.adv_estimator == "sapo":
+            _use_value_readout(config, resolved)
         if on_cpu():
             adjusted = cpu_defaults(config)
             if adjusted:
@@ -70,11 +76,13 @@ def prepare(config: DictConfig) -> BPOConfig:
 
 def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
     mode = config.trainer.v1.trainer_mode
-    if mode not in ("sync", "bpo_sync"):
-        raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync (or bpo_sync)")
+    if mode not in ("sync", *MODES.values()):
+        raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
+    if config.algorithm.adv_estimator == "sapo":
+        _check_sapo(config)
     if tree and config.algorithm.use_kl_in_reward:
         raise ConfigError(
-            "algorithm.use_kl_in_reward=True adds token rewards, which sibling returns don't see: set it to False and "
+            "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
             "use actor_rollout_ref.actor.use_kl_loss=True"
         )
     if not tree and bpo.branch.selector != "none":
@@ -93,7 +101,7 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
             f"{config.data.train_batch_size} prompts"
         )
     alone = bpo.branch.selector == "none" and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
-    if tree and alone and config.actor_rollout_ref.rollout.n == 1:
+    if config.algorithm.adv_estimator == "bpo" and alone and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
             "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
@@ -110,6 +118,44 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
             f"bpo.env.max_action_tokens={bpo.env.max_action_tokens} is more than data.max_response_length={room}, which "
             f"holds a whole trajectory after its prompt"
         )
+
+
+def _check_sapo(config: DictConfig) -> None:
+    """What the value readout can't work with; each would give wrong values or fail deep inside a worker."""
+    sapo = "adv_estimator=sapo (Single-rollout Autoregressive Policy Optimization)"
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.strategy={actor.strategy} has no value readout, which {sapo} needs: use fsdp2"
+        )
+    if config.critic.enable:
+        raise ConfigError(
+            f"critic.enable=True starts a critic, which {sapo} reads from the actor: leave critic.enable unset"
+        )
+    for key, selected in (
+        ("actor_rollout_ref.model.use_fused_kernels", model.get("use_fused_kernels")),
+        ("actor_rollout_ref.model.enable_activation_offload", model.get("enable_activation_offload")),
+        (
+            "algorithm.rollout_correction.bypass_mode",
+            OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"),
+        ),
+    ):
+        if selected:
+            raise ConfigError(f"{key}=True hides from {sapo} the forward that it reads values in: set it to False")
+    ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
+    if max(ulysses, actor.get("ulysses_sequence_parallel_size") or 1) > 1:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ulysses} splits the rows that {sapo} reads values in: set it to 1"
+        )
+
+
+def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
+    config.actor_rollout_ref.model.model_type = READOUT_MODEL
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        if role.strategy == "fsdp":
+            role.strategy = "fsdp2"
+            print("verl_bpo: strategy=fsdp2 in place of fsdp, for SAPO's float32 value heads")
+    _environment(config, "VERL_BPO_SAPO", json.dumps(asdict(bpo.sapo)))
 
 
 def cpu_defaults(config: DictConfig) -> list[str]:
@@ -178,6 +224,4 @@ def _without_unset(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return asdict(config)

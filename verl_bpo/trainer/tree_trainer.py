@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from verl_bpo.config.schema import build
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
+from verl_bpo.trainer.prepare import ESTIMATORS
 
 STATE_FILE = "verl_bpo.json"
 
@@ -35,6 +37,20 @@ def _plain_list(values: Any) -> list:
     """Non-tensor fields come out of TransferQueue as an array, a LinkedList or a NonTensorStack, by their content."""
     items = values.tolist() if hasattr(values, "tolist") else list(values)
     return [getattr(item, "data", item) for item in items]
+
+
+@dataclass
+class RowSpans:
+    """The turns that one row trains: turn ``nodes[i]`` of the forest on response tokens ``starts[i]:ends[i]``."""
+
+    mask: torch.Tensor
+    nodes: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Per-turn ``values`` [N] on the row's tokens, 0 elsewhere."""
+        return spread(values, self.nodes, self.starts, self.ends, len(self.mask))
 
 
 @register_trainer("bpo_sync")
@@ -135,32 +151,32 @@ class TreeTrainer(PPOTrainerSync):
         trees = self._trees(batch.keys, uids, extras, padding)
         self._count(trees, metrics)
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
-        if self.config.algorithm.adv_estimator != "bpo":
+        if self.config.algorithm.adv_estimator not in ESTIMATORS:
             return self._stock_advantage(batch, uids, extras, metrics)
-
-        result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
-        metrics.update(advantage_metrics(result))
-        self._dump_advantages(trees, uids, batch.keys, result)
-        weighted = (result.advantage * result.weight).float()
-        advantages, masks = [], []
+        rows = []
         for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding):
             row = extra.get("row") or {"nodes": []}
             shift = 0 if pad else trees.offset[_session(key)]
             nodes = [] if pad else [n + shift for n in row["nodes"]]
-            spans = (nodes, row.get("starts", []), row.get("ends", []), len(mask))
-            advantages.append(spread(weighted, *spans))
-            masks.append((spread(result.valid.long(), *spans) * mask).to(mask.dtype))
-        return self._put(batch, advantages, masks, metrics)
+            rows.append(RowSpans(mask, nodes, row.get("starts", []), row.get("ends", [])))
+        return self._turn_advantage(batch, trees, rows, uids, metrics)
 
-    def _put(self, batch: KVBatchMeta, advantages: list, masks: list, metrics: dict) -> KVBatchMeta:
-        """Write advantages, returns and the masks of what is trained; then verl's rollout correction, if it is on."""
+    def _turn_advantage(
+        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+    ) -> KVBatchMeta:
+        """BPO: siblings' returns."""
+        result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
+        metrics.update(advantage_metrics(result))
+        self._dump_advantages(trees, uids, batch.keys, result)
+        advantages = [row.spread(result.advantage * result.weight) for row in rows]
+        masks = [(row.spread(result.valid.long()) * row.mask).to(row.mask.dtype) for row in rows]
+        return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
+
+    def _put(self, batch: KVBatchMeta, masks: list, metrics: dict, **values: list) -> KVBatchMeta:
+        """Write the masks of what is trained and per-token ``values``; then verl's rollout correction, if it is on."""
         jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-        fields = {
-            "advantages": jagged(advantages),
-            "returns": jagged(advantages),
-            "response_mask": jagged(masks),
-            "loss_mask": jagged(masks),
-        }
+        fields = {key: jagged([x.float() for x in rows]) for key, rows in values.items()}
+        fields.update(response_mask=jagged(masks), loss_mask=jagged(masks))
         metrics["bpo/trained_tokens"] = float(sum(int(m.sum()) for m in masks))
         correction = self.config.algorithm.get("rollout_correction", None)
         if correction is not None and not correction.get("bypass_mode", False):

@@ -178,20 +178,20 @@ def path_attention(
     return VARLEN[backend](*flat, packed_tree, scale)[None], None
 
 
-def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float
-) -> torch.Tensor:
+def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+    deepest = max(tree.path_lengths)
+    lower_right = _lower_right(_QUERY_BLOCK, deepest, query.device, query.dtype)
     outputs = []
     nodes = zip(query.split(tree.node_lengths, 2), key.split(tree.path_lengths, 2), value.split(tree.path_lengths, 2))
     for q, k, v in nodes:
-        prefix = k.shape[2] - q.shape[2]
-        if not prefix:
+        end = k.shape[2] - q.shape[2]
+        if not end:
             outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
             continue
-        end = prefix
         for block in q.split(_QUERY_BLOCK, 2):
-            end += block.shape[2]
-            mask = _lower_right(block.shape[2], end, q.device) if block.shape[2] > 1 else None
+            count, before = block.shape[2], end
+            end += count
+            mask = lower_right[:count, deepest - before : deepest + count] if count > 1 else None
             outputs.append(
                 F.scaled_dot_product_attention(
                     block, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
@@ -200,10 +200,13 @@ def _sdpa(
     return torch.cat(outputs, 2)
 
 
-@lru_cache(maxsize=256)
-def _lower_right(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    # The same few shapes recur in every layer, forward and recomputation.
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+@lru_cache(maxsize=1)
+def _lower_right(queries: int, before: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """(queries, before + queries): query i sees keys up to ``before + i``. Every block's mask is a window of it.
+
+    A float mask, since a boolean one is turned into a float copy that each call keeps for its backward.
+    """
+    return torch.full((queries, before + queries), float("-inf"), device=device, dtype=dtype).triu(before + 1)
 
 
 def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
@@ -226,9 +229,7 @@ VARLEN: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": _flash_attn, "to
 """Kernels for q (N, Hq, D), k and v (P, Hkv, D) -> (N, Hq, D). Both align the causal triangle to the lower right."""
 
 
-def _flex(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float
-) -> torch.Tensor:
+def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     kernel = _compiled(flex_attention) if query.is_cuda else flex_attention

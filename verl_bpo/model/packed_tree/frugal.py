@@ -36,7 +36,9 @@ def frugal_outputs(model: nn.Module, tree: PackedTree, temperature: float = 1.0,
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise PackedTreeUnsupported("frugal mode recomputes by itself: turn gradient checkpointing off")
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):
-        raise PackedTreeUnsupported("frugal mode computes each node twice, which dropout would make differ: set it to 0")
+        raise PackedTreeUnsupported(
+            "frugal mode computes each node twice, which dropout would make differ: set it to 0"
+        )
     device = next(model.parameters()).device
     walk = _Walk(model, tree.to(device), temperature, entropy)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())

@@ -1,0 +1,85 @@
+"""verl's FSDP2 engine on packed trees against verl's own, on one and two ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+pytest.importorskip("verl")
+
+WORKER = Path(__file__).with_name("packed_engine_worker.py")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def found(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("packed")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        Qwen2Config(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=False,
+        )
+    ).save_pretrained(folder / "model")  # fmt: skip
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}", str(WORKER),
+        str(folder),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return torch.load(folder / f"packed-{request.param}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("budget", [100_000, 120], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_packed_engine_equals_verls(found, checkpointing, budget):
+    theirs, ours = found["stock", checkpointing, budget], found["packed_tree", checkpointing, budget]
+    assert (theirs["engine"], ours["engine"]) == ("FSDPEngineWithLMHead", "PackedTreeEngine")
+    assert (ours["micro_batches"] == 1) == (budget == 100_000)
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    for key in ("log_probs", "entropy"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-5)
+    assert ours["grads"].keys() == theirs["grads"].keys()
+    for name, grad in theirs["grads"].items():
+        torch.testing.assert_close(ours["grads"][name], grad, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_an_actor_with_a_readout_learns_the_same_values(found):
+    if "readout" not in found:
+        pytest.skip("compared on one rank")
+    theirs, ours = found["readout"]["stock"], found["readout"]["packed_tree"]
+    assert (theirs["engine"], ours["engine"]) == ("ValueReadoutEngine", "PackedReadoutEngine")
+    for key in ("state_values", "action_values"):
+        assert theirs[key].abs().max() > 1e-3
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-4)
+    for name, weight in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_micro_batches_of_whole_trees_need_fewer_passes_than_rows(found):
+    assert found["packed_tree", False, 120]["micro_batches"] < found["stock", False, 120]["micro_batches"]
+
+
+def test_metrics_tell_what_was_shared(found):
+    metrics = found["packed_tree", False, 100_000]["metrics"]
+    unique, total = metrics["packed/unique_tokens"][0], metrics["packed/total_tokens"][0]
+    assert metrics["packed/compute_ratio"] == [unique / total]
+    assert unique < 0.7 * total
+    assert metrics["packed/build_seconds"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("ulysses_sequence_parallel_size", 2), ("use_fused_kernels", True)], ids=["ulysses", "fused"]
+)
+def test_unsupported_settings_are_refused_by_name(key, value):
+    from verl_bpo.model.packed_engine import refuse_unsupported
+    from verl_bpo.model.packed_tree import PackedTreeUnsupported
+
+    settings = {"ulysses_sequence_parallel_size": 1, "use_fused_kernels": False, key: value}
+    with pytest.raises(PackedTreeUnsupported, match=key):
+        refuse_unsupported(SimpleNamespace(**settings), SimpleNamespace(**settings))
