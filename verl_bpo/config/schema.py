@@ -213,7 +213,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """``plain``: no branching, what the baselines use. ``paper``: one backbone, entropy threshold, leaf returns.
-``guided``: a root group, forks on trajectories that may still go either way, tree-mean returns."""
+``guided``: a root group, forks of its successful trajectories, nested, tree-mean returns (which, with the default
+``trunk_in_siblings=auto``, are leaf returns wherever the branch point was chosen by outcome)."""
 
 
 @dataclass
