@@ -3,14 +3,18 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training import NUMBERS, REPOSITORY, _plain, assert_same_policy_in_engine_and_trainer, parameters, root, train
+from test_training import LETTERS, REPOSITORY, _plain, assert_same_policy_in_engine_and_trainer, parameters, root, train
+
+from verl_bpo.data import write_prompts
 
 SAPO = (
-    *(o for o in NUMBERS if not o.startswith(("bpo.preset", "bpo.branch", "bpo.budget"))),
+    "data.train_files=${root}/letters.parquet",
+    "data.val_files=${root}/letters.parquet",
     "algorithm.adv_estimator=sapo",
 )
 __all__ = ["root"]  # the fixture
@@ -22,10 +26,18 @@ def heads(folder, name, step):
 
 
 @pytest.fixture(scope="module")
-def sapo_run(root) -> list[dict]:
+def letters(root) -> Path:
+    """``root`` with prompts of a world that pays for every turn."""
+    world = f"{Path(__file__).with_name('letters_game.py')}:LettersGame"
+    write_prompts(world, "train", root / "letters.parquet", limit=4)
+    return root
+
+
+@pytest.fixture(scope="module")
+def sapo_run(letters) -> list[dict]:
     """Three steps with one rollout a prompt, the first of them value warm-up, a checkpoint after each."""
     return train(
-        root, "sapo", *SAPO, "trainer.total_training_steps=3", "trainer.save_freq=1", "bpo.sapo.warmup_steps=1"
+        letters, "sapo", *SAPO, "trainer.total_training_steps=3", "trainer.save_freq=1", "bpo.sapo.warmup_steps=1"
     )  # fmt: skip
 
 
@@ -68,9 +80,9 @@ def test_a_resumed_run_reaches_the_same_policy_and_heads(root, sapo_run):
         torch.testing.assert_close(heads(root, "sapo-resumed", 3)[name], tensor, rtol=0, atol=1e-6)
 
 
-def test_on_trees_of_several_rollouts_each_shared_turn_counts_once(root):
+def test_on_trees_of_several_rollouts_each_shared_turn_counts_once(letters):
     steps = train(
-        root, "sapo-tree", *SAPO, *(o for o in NUMBERS if o.startswith("bpo.")), "actor_rollout_ref.rollout.n=2",
+        letters, "sapo-tree", *SAPO, *(o for o in LETTERS if o.startswith("bpo.")), "actor_rollout_ref.rollout.n=2",
         "trainer.total_training_steps=2",
     )  # fmt: skip
     assert_same_policy_in_engine_and_trainer(steps)

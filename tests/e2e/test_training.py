@@ -13,7 +13,7 @@ from verl_bpo.data import write_prompts
 from verl_bpo.envs.make_games import make_textworld_games
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-NUMBER_GAME = f"{REPOSITORY}/recipes/own_env/number_game.py:NumberGame"
+LETTERS_GAME = f"{REPOSITORY}/tests/e2e/letters_game.py:LettersGame"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def root(tmp_path_factory) -> Path:
     make_textworld_games(folder / "games", {"train": 12, "valid": 4}, level=1, progress=False)
     for split in ("train", "valid"):
         write_prompts("textworld", split, folder / f"{split}.parquet", kwargs={"root": str(folder / "games")})
-        write_prompts(NUMBER_GAME, split, folder / f"numbers-{split}.parquet", limit=8)
+        write_prompts(LETTERS_GAME, split, folder / f"letters-{split}.parquet", limit=8)
     command = [
         sys.executable, "-m", "verl_bpo.cli", "warmstart", "--out", str(folder / "warmstart"), "--data",
         str(folder / "games"), "--hidden-size", "64", "--layers", "2", "--heads", "2", "--steps", "2", "--held-out", "2",
@@ -63,14 +63,14 @@ def parameters(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
 def bpo_run(root) -> list[dict]:
     """Three steps of BPO on a user's own environment, with a checkpoint after each."""
     return train(
-        root, "bpo", *NUMBERS, "trainer.total_training_steps=3", "trainer.save_freq=1", f"bpo.dump_dir={root}/dump",
+        root, "bpo", *LETTERS, "trainer.total_training_steps=3", "trainer.save_freq=1", f"bpo.dump_dir={root}/dump",
         "trainer.test_freq=3",
     )  # fmt: skip
 
 
-NUMBERS = (
-    "data.train_files=${root}/numbers-train.parquet",
-    "data.val_files=${root}/numbers-valid.parquet",
+LETTERS = (
+    "data.train_files=${root}/letters-train.parquet",
+    "data.val_files=${root}/letters-valid.parquet",
     "bpo.preset=paper",
     "bpo.branch.threshold=0.1",
     "bpo.budget.limit=6",
@@ -106,7 +106,7 @@ def test_dumped_trees_give_the_advantages_that_were_trained_on(root, bpo_run):
 
 def test_a_resumed_run_reaches_the_same_state(root, bpo_run):
     resumed = train(
-        root, "resumed", *NUMBERS, "trainer.total_training_steps=3", "trainer.save_freq=1",
+        root, "resumed", *LETTERS, "trainer.total_training_steps=3", "trainer.save_freq=1",
         "trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/checkpoints/bpo/global_step_2",
     )  # fmt: skip
     assert len(resumed) == 1
