@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class TreeRollout:
         self._open: set[Sandbox] = set()
         self._snapshots: list[Snapshot] = []
         self._tasks: set[asyncio.Task] = set()
+        self._calls: set[Future] = set()
         self.failures: list[str] = []
 
     async def run(self, task: str, seed: int = 0) -> Tree:
@@ -167,13 +168,12 @@ class TreeRollout:
         self.nesting[index] = 0
         try:
             started = time.perf_counter()
-            sandbox, observation = await self._call(self.world.reset, self.task, self.seed)
+            sandbox, observation = await self._call(self._open_root)
             self.counters["reset_seconds"] += time.perf_counter() - started
         except SandboxError as error:
             self._lost(index, error)
             self.budget.settle(0, 0, 0)
             return
-        self._open.add(sandbox)
         conversation = self.prompter.first(observation)
         if len(conversation.ids) > self.max_prompt_tokens:
             raise ValueError(
@@ -196,7 +196,7 @@ class TreeRollout:
         nesting = self.nesting[self.tree.nodes[point.node].trajectory] + 1
         started = time.perf_counter()
         try:
-            sandboxes = await self._call(point.sandbox.fork, point.snapshot, count)
+            sandboxes = await self._call(self._open_forks, point, count)
         except SandboxError as error:
             sandboxes = [error] * count
         self.counters["fork_seconds"] += time.perf_counter() - started
@@ -208,7 +208,6 @@ class TreeRollout:
                 self._lost(index, sandbox)
                 self.budget.settle(point.depth, 0, 0)
                 continue
-            self._open.add(sandbox)
             jobs.append(self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.depth))
         await self._all(jobs)
 
@@ -284,17 +283,16 @@ class TreeRollout:
             steps = sandbox.env_steps - start_steps
             self.counters["env_steps"] += steps
             self.budget.settle(start_depth, steps, tokens)
+            await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up
             self._open.discard(sandbox)
-            await self._call(sandbox.close)
         if forks:
             await asyncio.gather(*forks)
 
     async def _snapshot(self, sandbox, depth, conversation, admissible, score) -> _Point:
         started = time.perf_counter()
-        snapshot = await self._call(sandbox.snapshot)
+        snapshot = await self._call(self._take_snapshot, sandbox)
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
-        self._snapshots.append(snapshot)
         return _Point(-1, depth, snapshot, sandbox, conversation, admissible, score)
 
     # --- small parts ------------------------------------------------------------------------------------------------
@@ -317,8 +315,28 @@ class TreeRollout:
         self.failures.append(f"{type(error).__name__}: {error}")
         logger.warning("task %s: branch %d lost: %s: %s", self.task, index, type(error).__name__, error)
 
+    # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.
+
+    def _open_root(self) -> tuple[Sandbox, Observation]:
+        sandbox, observation = self.world.reset(self.task, self.seed)
+        self._open.add(sandbox)
+        return sandbox, observation
+
+    def _open_forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
+        sandboxes = point.sandbox.fork(point.snapshot, count)
+        self._open.update(s for s in sandboxes if not isinstance(s, Exception))
+        return sandboxes
+
+    def _take_snapshot(self, sandbox: Sandbox) -> Snapshot:
+        snapshot = sandbox.snapshot()
+        self._snapshots.append(snapshot)
+        return snapshot
+
     async def _call(self, function: Callable, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+        call = self.executor.submit(function, *args)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(call)
 
     def _spawn(self, job: Awaitable) -> asyncio.Task:
         task = asyncio.ensure_future(job)
@@ -334,6 +352,7 @@ class TreeRollout:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await asyncio.to_thread(wait, list(self._calls))
         for thing, give_back in [(s, s.close) for s in self._open] + [(s, s.release) for s in self._snapshots]:
             try:
                 await self._call(give_back)
