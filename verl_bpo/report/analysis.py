@@ -26,7 +26,7 @@ class TreeView:
         self.record = record
         self.tree: Tree = (tree := record.tree)
         self.options = record.advantages.options if record.advantages else {}
-        self.usable_trajectory = [t.leaf >= 0 and t.end in ("terminated", "truncated") for t in tree.trajectories]
+        self.usable_trajectory = [t.usable for t in tree.trajectories]
         """Per trajectory."""
         self.usable = [self.usable_trajectory[n.trajectory] for n in tree.nodes]
         self.trunk = [tree.trajectories[n.trajectory].start != i for i, n in enumerate(tree.nodes)]

@@ -34,7 +34,7 @@ def tree_rows(tree: Tree, windowed: bool = False) -> list[Row]:
     """Rows of all usable trajectories. A turn is trained by exactly one row, and only if its trajectory is usable."""
     rows: list[Row] = []
     for index, trajectory in enumerate(tree.trajectories):
-        if trajectory.leaf < 0 or trajectory.end not in ("terminated", "truncated"):
+        if not trajectory.usable:
             continue
         path = tree.path(trajectory.leaf)
         if windowed:
@@ -83,7 +83,7 @@ def topology(tree: Tree) -> dict[str, Any]:
     """
     starts = {t.start for t in tree.trajectories}
     continues = [i not in starts for i in range(len(tree.nodes))]
-    usable = [t.leaf >= 0 and t.end in ("terminated", "truncated") for t in tree.trajectories]
+    usable = [t.usable for t in tree.trajectories]
     return {
         "parent": [n.parent for n in tree.nodes],
         "trajectory": [n.trajectory for n in tree.nodes],

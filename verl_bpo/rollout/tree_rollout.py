@@ -136,7 +136,7 @@ class TreeRollout:
             candidates = [
                 Candidate(index, p.node, p.score, self.tree.trajectory_return(self.tree.trajectories[index]) > 0)
                 for index, points in self.points.items()
-                if self.tree.trajectories[index].end in ("terminated", "truncated")
+                if self.tree.trajectories[index].usable
                 for p in points
                 if p.node not in used
             ]

@@ -57,7 +57,7 @@ def prepare(config: DictConfig) -> BPOConfig:
     resolved = build(_without_unset(user), "paper" if config.algorithm.adv_estimator == "bpo" else "plain")
     _check(config, resolved, tree)
     with open_dict(config):
-        config.bpo = OmegaConf.create(_as_dict(resolved))
+        config.bpo = OmegaConf.create(asdict(resolved))
         config.trainer.use_v1 = True
         config.trainer.v1.trainer_mode = MODES.get(config.algorithm.adv_estimator, "bpo_sync")
         rollout = config.actor_rollout_ref.rollout
@@ -221,7 +221,3 @@ def _without_unset(values: dict[str, Any]) -> dict[str, Any]:
         if value is not None:
             out[key] = value
     return out
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    return asdict(config)

@@ -61,6 +61,11 @@ class Trajectory:
     end: End | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def usable(self) -> bool:
+        """Whether it reached an end of its own (was not lost to a failure)."""
+        return self.leaf >= 0 and self.end in ("terminated", "truncated")
+
 
 @dataclass
 class Tree:
@@ -111,13 +116,15 @@ class Tree:
         starts = {t.start for t in self.trajectories}
         counts: Counter[int] = Counter(t.parent for t in self.usable())
         continued = {
-            node.parent for i, node in enumerate(self.nodes) if i not in starts and self._ended(node.trajectory)
+            node.parent
+            for i, node in enumerate(self.nodes)
+            if i not in starts and self.trajectories[node.trajectory].usable
         }
         return sorted(p for p, n in counts.items() if n + (p in continued) > 1)
 
     def usable(self) -> Iterator[Trajectory]:
         """Trajectories that reached an end of their own (not lost to a failure)."""
-        return (t for i, t in enumerate(self.trajectories) if self._ended(i))
+        return (t for t in self.trajectories if t.usable)
 
     def trajectory_return(self, trajectory: Trajectory) -> float:
         """Sum of rewards from the initial state to the trajectory's leaf."""
@@ -134,9 +141,3 @@ class Tree:
         data["trajectories"] = [Trajectory(**t) for t in data["trajectories"]]
         data["trunk_exchangeable"] = {int(k): v for k, v in data["trunk_exchangeable"].items()}
         return cls(**data)
-
-    def _ended(self, trajectory: int) -> bool:
-        return self.trajectories[trajectory].leaf >= 0 and self.trajectories[trajectory].end in (
-            "terminated",
-            "truncated",
-        )
