@@ -65,6 +65,9 @@ class WarmstartOptions:
     """Train games that are kept from the lessons and played to measure success."""
     check_every: int = 10
     """Steps between two measurements."""
+    detours: float = 0.0
+    """Share of the taught actions that are detours: chosen at random among the admissible ones, kept only when the rest
+    of the walkthrough still wins. They make a policy that knows the world's language but wastes turns."""
     max_turns: int = 12
     max_action_tokens: int = 16
     seed: int = 0
@@ -80,6 +83,8 @@ class WarmstartOptions:
             raise ValueError(f"--hidden-size={self.hidden_size} must be a multiple of twice --heads={self.heads}")
         if not 0 < self.until_success <= 1:
             raise ValueError(f"--until-success={self.until_success} must lie in (0, 1]")
+        if not 0 <= self.detours < 1:
+            raise ValueError(f"--detours={self.detours} must lie in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -118,26 +123,53 @@ class Measurement:
 # --- teaching material ------------------------------------------------------------------------------------------------
 
 
-def record_walkthroughs(environment: Environment, tasks: Sequence[str]) -> list[Walkthrough]:
+def record_walkthroughs(
+    environment: Environment, tasks: Sequence[str], detours: float = 0.0, max_turns: int = 1000, seed: int = 0
+) -> list[Walkthrough]:
     """Play each task's expert actions; a task that they don't win is left out.
 
+    Args:
+        detours: expected share of actions that are harmless detours.
+        max_turns: no detours are added beyond this length.
+        seed: of the detours.
+
     Raises:
-        ValueError: they win none.
+        ValueError: they win none, or detours are asked for where the environment lists no admissible actions.
     """
+    rng = random.Random(seed)
     walkthroughs = []
     for task in tqdm(tasks, desc="walkthroughs", unit="game", leave=False):
-        observations, actions, total = [environment.reset(task)], [], 0.0
-        for action in environment.expert_actions() or ():
-            if observations[-1].done:
-                break
-            actions.append(action)
-            observations.append(environment.step(action))
-            total += observations[-1].reward
-        if _is_won(observations[-1], total):
+        observation = environment.reset(task)
+        observations, actions, plan = [observation], [], list(environment.expert_actions() or ())
+        if detours and observation.actions is None:
+            raise ValueError(f"{type(environment).__name__} lists no actions to make --detours of")
+        while plan and not observations[-1].done:
+            action = None
+            if rng.random() < detours and len(actions) + len(plan) < max_turns:
+                action = _detour(environment, plan, observations[-1].actions or (), rng)
+            actions.append(plan.pop(0) if action is None else action)
+            observations.append(environment.step(actions[-1]))
+        if _is_won(observations[-1], sum(o.reward for o in observations)):
             walkthroughs.append(Walkthrough(observations[:-1], actions))
     if not walkthroughs:
         raise ValueError(f"none of {len(tasks)} tasks of {type(environment).__name__} is won by its expert actions")
     return walkthroughs
+
+
+def _detour(environment: Environment, plan: Sequence[str], actions: Sequence[str], rng: random.Random) -> str | None:
+    """A random action off the plan after which the plan still wins; None when a few tries find none."""
+    others = [action for action in actions if action != plan[0]]
+    for action in rng.sample(others, min(3, len(others))):
+        state = environment.save_state()
+        rest = []
+        for step in (action, *plan):
+            rest.append(environment.step(step))
+            if rest[-1].done:
+                break
+        environment.load_state(state)
+        if len(rest) == 1 + len(plan) and _is_won(rest[-1], sum(o.reward for o in rest)):
+            return action
+    return None
 
 
 def write_lessons(prompter: Prompter, walkthrough: Walkthrough) -> list[Lesson]:
@@ -409,7 +441,9 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     try:
         if options.base != "tiny":
             model, tokenizer = load_base(options.base)
-        walkthroughs = record_walkthroughs(environments[0], lesson_tasks)
+        walkthroughs = record_walkthroughs(
+            environments[0], lesson_tasks, options.detours, options.max_turns, options.seed
+        )
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
             model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
