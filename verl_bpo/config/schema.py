@@ -35,7 +35,7 @@ class BranchConfig:
     threshold: float = 1.0
     """``threshold``: branch where the score is at least this (nats for entropy)."""
     share: float = 0.25
-    """``quantile``: target share of decision points that branch, tracked online. ``random``: probability."""
+    """``quantile``: target share of decision points that branch, by the scores of past steps. ``random``: probability."""
     interval: int = 3
     """``fixed_interval``: branch at every this many turns."""
     top_k: int = 2
@@ -75,7 +75,8 @@ class BranchConfig:
         return self.selector in ("threshold", "quantile") and self.entropy_tokens == "first"
 
 
-SELECTORS = ("threshold", "quantile", "top_k", "fixed_interval", "random", "every", "none")
+ENTROPY_SELECTORS = ("threshold", "quantile", "top_k")
+SELECTORS = (*ENTROPY_SELECTORS, "fixed_interval", "random", "every", "none")
 
 
 @dataclass

@@ -18,6 +18,7 @@ MANAGER = "verl_bpo.rollout.manager.TreeManager"
 MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
 """Trainer mode of each of our advantage estimators; every other estimator runs in ``bpo_sync`` too."""
 ESTIMATORS = tuple(MODES)
+VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 READOUT_MODEL = "language_model_with_value_readout"
 
 
@@ -67,6 +68,8 @@ def prepare(config: DictConfig) -> BPOConfig:
         _environment(config, "VERL_BPO_ENTROPY", "1")
         if config.algorithm.adv_estimator == "sapo":
             _use_value_readout(config, resolved)
+        # vLLM's second model runner samples without the function that the plugin takes entropies from.
+        _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
         if on_cpu():
             adjusted = cpu_defaults(config)
             if adjusted:
@@ -181,7 +184,14 @@ def cpu_defaults(config: DictConfig) -> list[str]:
         "critic.model.use_remove_padding": False,
         "critic.model.override_config.attn_implementation": "sdpa",
     }
-    if config.actor_rollout_ref.rollout.name != "vllm" or not vllm_usable():
+    if config.actor_rollout_ref.rollout.name == "vllm" and vllm_usable():
+        wanted["actor_rollout_ref.rollout.enforce_eager"] = True
+        wanted["actor_rollout_ref.rollout.enable_sleep_mode"] = False
+        if OmegaConf.select(config, f"{VLLM_KWARGS}.block_size") is None:
+            wanted[f"{VLLM_KWARGS}.block_size"] = 32  # vLLM's own 128 tokens reuse little of short prompts
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            _environment(config, "VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take half of the memory
+    else:
         wanted["actor_rollout_ref.rollout.name"] = "hf"
     if not config.ray_kwargs.ray_init.get("num_cpus"):
         wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other

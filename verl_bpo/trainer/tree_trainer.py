@@ -20,15 +20,18 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
 from verl_bpo.config.schema import build
+from verl_bpo.rollout.rows import BRANCH_LIMIT
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
 from verl_bpo.trainer.prepare import ESTIMATORS
+from verl_bpo.tree.branching import ScoreMemory
 
 STATE_FILE = "verl_bpo.json"
 
@@ -64,6 +67,7 @@ class TreeTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"
         self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
         self.totals: Counter[str] = Counter()
+        self.memory = ScoreMemory()
         super().__init__(config)
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -90,6 +94,12 @@ class TreeTrainer(PPOTrainerSync):
             left = self.bpo.max_env_steps - self.totals["env_steps"]
             if left < 1.5 * taken:
                 self.total_training_steps = min(self.total_training_steps, self.global_steps + 1)
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        limit = self.memory.limit(self.bpo.branch.share) if self.bpo.branch.selector == "quantile" else None
+        if limit is not None:
+            tu.assign_non_tensor_data(batch, BRANCH_LIMIT, limit)
+        return super()._submit_batch_to_rollout(batch)
 
     # --- optimizer steps --------------------------------------------------------------------------------------------
 
@@ -238,6 +248,8 @@ class TreeTrainer(PPOTrainerSync):
                 self.totals[key] += int(counters.get(key, 0))
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics.update(tree_metrics(trees))
+        if self.bpo.branch.selector == "quantile":
+            self.memory.add(trees.asked_scores)
 
     def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:
@@ -265,7 +277,8 @@ class TreeTrainer(PPOTrainerSync):
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         partial_file = folder / f".{STATE_FILE}.partial"
-        partial_file.write_text(json.dumps({"totals": dict(self.totals)}))
+        state = {"totals": dict(self.totals), "scores": list(self.memory.steps)}
+        partial_file.write_text(json.dumps(state))
         os.replace(partial_file, folder / STATE_FILE)
         super()._save_checkpoint()
 
@@ -277,9 +290,11 @@ class TreeTrainer(PPOTrainerSync):
             folder = self.config.trainer.resume_from_path
         else:
             folder = find_latest_ckpt_path(os.path.abspath(self.config.trainer.default_local_dir))
-        state = Path(folder) / STATE_FILE
-        if state.exists():
-            self.totals.update(json.loads(state.read_text())["totals"])
+        file = Path(folder) / STATE_FILE
+        if file.exists():
+            state = json.loads(file.read_text())
+            self.totals.update(state["totals"])
+            self.memory.steps.extend(state.get("scores", []))
 
 
 def _session(key: str) -> str:
