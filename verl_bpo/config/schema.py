@@ -15,6 +15,10 @@ class ConfigError(ValueError):
     """A key the user can mend. The message names the key, the value given and what would be right."""
 
 
+class RunError(RuntimeError):
+    """What ends a run in one line that says why: data, a policy or an environment that cannot be trained with."""
+
+
 def _one_of(key: str, value: Any, allowed: tuple) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}")

@@ -17,12 +17,13 @@ from zlib import crc32
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
-from verl_bpo.config.schema import ENTROPY_SELECTORS, BPOConfig, ConfigError, build
+from verl_bpo.config.schema import ENTROPY_SELECTORS, BPOConfig, build
+from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT, Row, topology, tree_rows
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
 from verl_bpo.sandbox import SandboxPool
-from verl_bpo.sandbox.base import SnapshotUnsupported
+from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.tree.branching import online_selector
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import Tree
@@ -70,11 +71,6 @@ class TreeAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         extra = row.get("extra_info") or {}
         env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
-        if not env or not task:
-            raise ConfigError(
-                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
-                f"unless bpo.env.name is set (got extra_info={extra})"
-            )
         validate = sampling_params.pop("_validate", False)
         config = (
             build({"preset": "plain", "env": {"max_turns": self.bpo.env.max_turns}}, "plain") if validate else self.bpo
@@ -100,8 +96,20 @@ class TreeAgentLoop(AgentLoopBase):
             fill=limits.fill == "root",
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
+        if not env or not task:
+            missing = (
+                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
+                f"unless bpo.env.name is set (got extra_info={extra})"
+            )
+            return self._outputs(rollout, Tree(prompt_ids=[]), fatal=missing)
         async with self.shared.slots:
-            world = await self.loop.run_in_executor(self.shared.executor, self.shared.pool(env).open)
+            try:
+                world = await self.loop.run_in_executor(self.shared.executor, self.shared.pool(env).open)
+            except EnvironmentUnavailable as error:
+                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=str(error))
+            except SandboxError as error:
+                rollout.failures.append(f"{type(error).__name__}: {error}")
+                return self._outputs(rollout, Tree(prompt_ids=[], counters={"failed": 1}))
             rollout.world = world
             try:
                 tree = await rollout.run(task, int(extra.get("seed") or 0))
