@@ -6,12 +6,14 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.rollout.prompting import PromptConfig
 
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.rollout.manager.TreeManager"
@@ -57,6 +59,8 @@ def prepare(config: DictConfig) -> BPOConfig:
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
     resolved = build(_without_unset(user), "paper" if config.algorithm.adv_estimator == "bpo" else "plain")
     _check(config, resolved, tree)
+    for difference in taught_otherwise(str(config.actor_rollout_ref.model.path), resolved.prompt):
+        print(f"verl_bpo: WARNING: {difference}")
     with open_dict(config):
         config.bpo = OmegaConf.create(asdict(resolved))
         config.trainer.use_v1 = True
@@ -75,6 +79,26 @@ def prepare(config: DictConfig) -> BPOConfig:
             if adjusted:
                 print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
     return resolved
+
+
+def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
+    """How ``prompt`` differs from the prompts that a warm start was taught with: one line a key. Empty for other models."""
+    record = Path(model).expanduser() / "warmstart.json"
+    if not record.is_file():
+        return []
+    known = {field.name for field in fields(PromptConfig)}
+    taught = json.loads(record.read_text())["options"]["prompt"]
+    taught = PromptConfig(**{key: value for key, value in taught.items() if key in known})
+    keys = ["template", "list_actions", "max_observation_tokens", "context"]
+    keys += ["max_actions_listed"] if prompt.list_actions and taught.list_actions else []
+    keys += ["window_turns"] if prompt.context == taught.context == "window" else []
+    differ = [(key, getattr(prompt, key), getattr(taught, key)) for key in keys]
+    differ.append(("system", prompt.system_text, taught.system_text))
+    return [
+        f"bpo.prompt.{key}={now!r}, but the policy in {model} was taught with {then!r}: it meets prompts it never saw"
+        for key, now, then in differ
+        if now != then
+    ]
 
 
 def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
