@@ -72,8 +72,9 @@ def prepare(config: DictConfig) -> BPOConfig:
         _environment(config, "VERL_BPO_ENTROPY", "1")
         if config.algorithm.adv_estimator == "sapo":
             _use_value_readout(config, resolved)
-        # vLLM's second model runner samples without the function that the plugin takes entropies from.
-        _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
+        if rollout.name == "vllm":
+            # vLLM's second model runner samples without the function that the plugin takes entropies from.
+            _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
         if on_cpu():
             adjusted = cpu_defaults(config)
             if adjusted:
