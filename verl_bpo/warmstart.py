@@ -20,15 +20,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
-from verl_bpo.platform.generator import Completion, ContinuousBatcher
 from verl_bpo.platform.sampling import SamplingParams
 from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.sandbox.base import Environment, Observation
+
+if TYPE_CHECKING:  # transformers takes seconds to import, and `verl-bpo --help` reads the options below
+    from verl_bpo.platform.generator import Completion, ContinuousBatcher
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -366,6 +368,8 @@ def teach(
     Returns:
         ``steps``, ``loss`` (mean over the last ``check_every`` steps), ``measured`` (the last one).
     """
+    from verl_bpo.platform.generator import ContinuousBatcher
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     source = batches(lessons, options.batch_size, random.Random(options.seed))

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from verl_bpo.data import write_prompts
 from verl_bpo.envs.make_games import make_textworld_games
+from verl_bpo.rollout.rows import tree_rows
+from verl_bpo.tree.topology import Tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LETTERS_GAME = f"{REPOSITORY}/tests/e2e/letters_game.py:LettersGame"
@@ -24,14 +27,17 @@ def root(tmp_path_factory) -> Path:
     for split in ("train", "valid"):
         write_prompts("textworld", split, folder / f"{split}.parquet", kwargs={"root": str(folder / "games")})
         write_prompts(LETTERS_GAME, split, folder / f"letters-{split}.parquet", limit=8)
+    warm_start(folder / "games", folder / "warmstart", steps=2)
+    return folder
+
+
+def warm_start(games: Path, out: Path, steps: int) -> None:
     command = [
-        sys.executable, "-m", "verl_bpo.cli", "warmstart", "--out", str(folder / "warmstart"), "--data",
-        str(folder / "games"), "--hidden-size", "64", "--layers", "2", "--heads", "2", "--steps", "2", "--held-out", "2",
-        "--check-every", "2",
+        sys.executable, "-m", "verl_bpo.cli", "warmstart", "--out", str(out), "--data", str(games), "--hidden-size", "64",
+        "--layers", "2", "--heads", "2", "--steps", str(steps), "--held-out", "2", "--check-every", str(steps),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-2000:]
-    return folder
 
 
 def train(root: Path, name: str, *overrides: str) -> list[dict]:
@@ -52,6 +58,34 @@ def train(root: Path, name: str, *overrides: str) -> list[dict]:
 def assert_same_policy_in_engine_and_trainer(steps: list[dict]) -> None:
     for metrics in steps:
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
+
+
+def assert_sampled_from(
+    model: str | Path, dump: Path, step: int, weights: dict[str, torch.Tensor] | None = None
+) -> int:
+    """Every log-prob and entropy of a dumped step is what transformers computes; returns the number of tokens compared."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if weights is not None:
+        policy.load_state_dict({name: _plain(tensor) for name, tensor in weights.items()}, strict=False)
+    compared = 0
+    for line in (
+        line for file in (dump / "trees").glob(f"{step:06d}-*.jsonl") for line in file.read_text().splitlines()
+    ):
+        tree = Tree.from_dict(json.loads(line)["tree"])
+        for row in tree_rows(tree, tree.nodes[0].prompt_ids is not None):
+            ids = torch.tensor([row.prompt_ids + row.response_ids])
+            with torch.no_grad():
+                logprobs = policy(ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+            for node, start, end in zip(row.nodes, row.starts, row.ends):
+                own, tokens = logprobs[start:end], torch.tensor(tree.nodes[node].action_ids)
+                entropy = torch.special.entr(own.exp()).sum(-1)
+                close = {"rtol": 0, "atol": 1e-4}
+                torch.testing.assert_close(torch.tensor(tree.nodes[node].action_entropy), entropy, **close)
+                torch.testing.assert_close(
+                    torch.tensor(tree.nodes[node].action_logprobs), own.gather(-1, tokens[:, None])[:, 0], **close
+                )
+                compared += len(tokens)
+    return compared
 
 
 def parameters(root: Path, name: str, step: int) -> dict[str, torch.Tensor]:
@@ -86,6 +120,11 @@ def test_bpo_trains_on_trees_and_the_engine_follows_every_update(bpo_run):
         assert metrics["tree/cached_share"] > 0.3  # branches reuse their prefix
     assert any(m["bpo/sibling_return_variance"] > 0 for m in bpo_run)
     assert any(key.endswith("success/mean@1") for key in bpo_run[-1])
+
+
+def test_log_probs_and_entropies_are_those_of_the_weights_that_sampled(root, bpo_run):
+    assert assert_sampled_from(root / "warmstart", root / "dump", 1) > 100
+    assert assert_sampled_from(root / "warmstart", root / "dump", 3, parameters(root, "bpo", 2)) > 100
 
 
 def test_costs_are_counted_from_the_start_of_training(bpo_run):

@@ -58,7 +58,7 @@ def test_requests_for_the_sampled_tokens_logprob_alone_are_untouched(sampler):
 
 
 def test_missing_entropies_are_an_error_that_says_why():
-    with pytest.raises(RuntimeError, match="plugin"):
+    with pytest.raises(ValueError, match="plugin"):
         vllm.split_entropy([{3: SimpleNamespace(logprob=-1.0)}])
 
 

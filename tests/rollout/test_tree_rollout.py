@@ -1,7 +1,6 @@
 """Rolling trees, on named fakes: a counting world, a scripted policy and a prompter of single characters."""
 
 import asyncio
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,9 +99,7 @@ class ScriptedPolicy:
 def roll(policy, world, preset="paper", turns=5, response=100, **user):
     config = build({**user, "env": {"max_turns": turns, "max_action_tokens": 4}}, preset)
     branch, limits = config.branch, config.budget
-    selector = online_selector(
-        branch.selector, limit=branch.threshold, share=branch.share, interval=branch.interval, rng=random.Random(0)
-    )
+    selector = online_selector(branch.selector, limit=branch.threshold, share=branch.share, interval=branch.interval)
     budget = Budget(limits.unit, limits.limit, turns, 4)
     with ThreadPoolExecutor(4) as threads:
         rollout = TreeRollout(

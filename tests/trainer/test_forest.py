@@ -26,7 +26,12 @@ def tree(returns: list[float], fork_returns: list[float]) -> Tree:
 
 
 def record(t: Tree, failures=()) -> dict:
-    return {"topology": topology(t), "counters": {"branch_points": 1, "env_steps": 3}, "failures": list(failures)}
+    return {
+        "topology": topology(t),
+        "counters": {"branch_points": 1, "env_steps": 3},
+        "failures": list(failures),
+        "scores": [0.5],
+    }
 
 
 def test_trees_of_one_prompt_share_their_root_group():

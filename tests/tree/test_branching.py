@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from verl_bpo.tree.branching import Candidate, Quantile, decision_score, online_selector, rank
+from verl_bpo.tree.branching import Candidate, ScoreMemory, decision_score, online_selector, quantile, rank
 from verl_bpo.tree.budget import Budget
 
 
 def selector(name: str, **options):
-    return online_selector(name, **{"limit": 1.0, "share": 0.25, "interval": 3, "rng": random.Random(0), **options})
+    return online_selector(name, **{"limit": 1.0, "share": 0.25, "interval": 3, **options})
 
 
 def test_only_the_first_tokens_entropy_depends_on_the_state_alone():
@@ -20,30 +20,43 @@ def test_only_the_first_tokens_entropy_depends_on_the_state_alone():
 
 
 def test_threshold_branches_at_and_above_its_limit():
-    assert [selector("threshold")(s, 1) for s in (0.99, 1.0, 1.5)] == [False, True, True]
+    assert [selector("threshold")(s, 1, 0.5) for s in (0.99, 1.0, 1.5)] == [False, True, True]
 
 
 def test_fixed_interval_counts_turns():
-    assert [d for d in range(1, 10) if selector("fixed_interval")(0.0, d)] == [3, 6, 9]
+    assert [d for d in range(1, 10) if selector("fixed_interval")(0.0, d, 0.5)] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
 def test_quantile_branches_at_its_target_share_while_entropy_drifts(share):
-    rng, drifting = random.Random(1), Quantile(share, random.Random(2), window=256)
-    chosen = [drifting(rng.expovariate(1.0) * (1 - 0.7 * i / 4000), 1) for i in range(4000)]
-    assert sum(chosen[64:]) / len(chosen[64:]) == pytest.approx(share, abs=0.06)
+    rng, memory, chosen = random.Random(1), ScoreMemory(window=256), []
+    for step in range(100):
+        scores = [rng.expovariate(1.0) * (1 - 0.7 * step / 100) for _ in range(40)]
+        select = quantile(memory.limit(share), share)
+        chosen += [select(score, 1, rng.random()) for score in scores]
+        memory.add(scores)
+    assert sum(chosen) / len(chosen) == pytest.approx(share, abs=0.06)
 
 
-def test_quantile_decides_before_it_learns_the_score():
-    scores = Quantile(0.5, random.Random(0), warm=2)
-    scores(1.0, 1), scores(2.0, 1)
-    assert scores(10.0, 1) is True  # above the median of 1 and 2
-    assert scores(1.6, 1) is False  # below that of 1, 2 and 10
+def test_quantile_branches_at_random_until_it_knows_enough_scores():
+    memory = ScoreMemory(warm=3)
+    memory.add([1.0, 2.0])
+    assert memory.limit(0.5) is None
+    assert [quantile(None, 0.5)(9.0, 1, chance) for chance in (0.49, 0.5)] == [True, False]
+    memory.add([4.0])
+    assert memory.limit(0.5) == 2.0
+    assert [quantile(2.0, 0.5)(score, 1, 0.0) for score in (2.0, 2.1)] == [False, True]
+
+
+def test_the_memory_forgets_whole_steps_and_none_that_the_window_needs():
+    memory = ScoreMemory(window=4, warm=1)
+    for step in ([9.0, 9.0, 9.0], [1.0, 1.0], [2.0, 2.0]):
+        memory.add(step)
+    assert list(memory.steps) == [[1.0, 1.0], [2.0, 2.0]]
 
 
 def test_random_branches_at_its_share():
-    random_selector = selector("random", share=0.3)
-    assert sum(random_selector(0.0, 1) for _ in range(5000)) / 5000 == pytest.approx(0.3, abs=0.03)
+    assert [selector("random", share=0.3)(0.0, 1, chance) for chance in (0.0, 0.299, 0.3)] == [True, True, False]
 
 
 def test_rank_prefers_high_scores_and_leaves_failed_trunks_out():

@@ -15,6 +15,10 @@ class ConfigError(ValueError):
     """A key the user can mend. The message names the key, the value given and what would be right."""
 
 
+class RunError(RuntimeError):
+    """What ends a run in one line that says why: data, a policy or an environment that cannot be trained with."""
+
+
 def _one_of(key: str, value: Any, allowed: tuple) -> None:
     if value not in allowed:
         raise ConfigError(f"{key}={value!r} is not one of {', '.join(map(str, allowed))}")
@@ -35,7 +39,7 @@ class BranchConfig:
     threshold: float = 1.0
     """``threshold``: branch where the score is at least this (nats for entropy)."""
     share: float = 0.25
-    """``quantile``: target share of decision points that branch, tracked online. ``random``: probability."""
+    """``quantile``: target share of decision points that branch, by the scores of past steps. ``random``: probability."""
     interval: int = 3
     """``fixed_interval``: branch at every this many turns."""
     top_k: int = 2
@@ -75,7 +79,8 @@ class BranchConfig:
         return self.selector in ("threshold", "quantile") and self.entropy_tokens == "first"
 
 
-SELECTORS = ("threshold", "quantile", "top_k", "fixed_interval", "random", "every", "none")
+ENTROPY_SELECTORS = ("threshold", "quantile", "top_k")
+SELECTORS = (*ENTROPY_SELECTORS, "fixed_interval", "random", "every", "none")
 
 
 @dataclass

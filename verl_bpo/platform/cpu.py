@@ -152,6 +152,20 @@ def patch_process_group(module: ModuleType) -> None:
     module.initialize_global_process_group_ray = initialize_global_process_group_ray
 
 
+def patch_offload_policy(module: ModuleType) -> None:
+    """``verl.workers.engine.fsdp.transformer_impl``: a reference policy in ordinary memory.
+
+    verl 0.9.1 keeps forward-only models in pinned memory (``CPUOffloadPolicy(pin_memory=True)``), which torch refuses
+    without an accelerator.
+    """
+    original = module.CPUOffloadPolicy
+
+    def offload_policy(pin_memory: bool = True):
+        return original(pin_memory=pin_memory and not on_cpu())
+
+    module.CPUOffloadPolicy = offload_policy
+
+
 def patch_valuehead_loader(module: ModuleType) -> None:
     """``verl.utils.model``: a critic with SDPA attention.
 

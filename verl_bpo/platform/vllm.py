@@ -70,10 +70,10 @@ def split_entropy(logprobs: list[dict[int, Any]]) -> tuple[list[float], list[dic
         The entropy (nats) and the remaining log-probs by token id (the sampled and the top ones), one per token.
 
     Raises:
-        RuntimeError: no entropy there: :func:`patch_sampler` did not run in vLLM's worker process.
+        ValueError: no entropy there: :func:`patch_sampler` did not run in vLLM's worker process.
     """
     if any(ENTROPY_TOKEN_ID not in entry for entry in logprobs):
-        raise RuntimeError(
+        raise ValueError(
             "vLLM returned no entropies: its worker process has not loaded verl_bpo's plugin, or this vLLM version "
             "samples in another way than vllm.v1.sample.sampler.Sampler.gather_logprobs"
         )

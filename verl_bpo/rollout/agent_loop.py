@@ -17,32 +17,26 @@ from zlib import crc32
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
-from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.config.schema import ENTROPY_SELECTORS, BPOConfig, build
+from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.rollout.prompting import Prompter
-from verl_bpo.rollout.rows import Row, topology, tree_rows
+from verl_bpo.rollout.rows import BRANCH_LIMIT, Row, topology, tree_rows
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
 from verl_bpo.sandbox import SandboxPool
-from verl_bpo.sandbox.base import SnapshotUnsupported
-from verl_bpo.tree.branching import OnlineSelector, online_selector
+from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
+from verl_bpo.tree.branching import online_selector
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import Tree
 
 
 class _Shared:
-    """What all trees of one rollout worker share: sandbox pools, threads, the selector's memory."""
+    """What all trees of one rollout worker share: sandbox pools and threads."""
 
     def __init__(self, config: BPOConfig) -> None:
         self.config = config
         self.pools: dict[str, SandboxPool] = {}
         self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.slots = asyncio.Semaphore(config.env.workers)
-        self.selector: OnlineSelector | None = online_selector(
-            config.branch.selector,
-            limit=config.branch.threshold,
-            share=config.branch.share,
-            interval=config.branch.interval,
-            rng=random.Random(config.seed),
-        )
 
     def pool(self, env: str) -> SandboxPool:
         if env not in self.pools:
@@ -77,30 +71,45 @@ class TreeAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         extra = row.get("extra_info") or {}
         env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
-        if not env or not task:
-            raise ConfigError(
-                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
-                f"unless bpo.env.name is set (got extra_info={extra})"
-            )
         validate = sampling_params.pop("_validate", False)
         config = (
             build({"preset": "plain", "env": {"max_turns": self.bpo.env.max_turns}}, "plain") if validate else self.bpo
         )
         branch, limits = config.branch, config.budget
+        identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
         rollout = TreeRollout(
-            generate=self._generator(sampling_params, row),
+            generate=self._generator(sampling_params, identity),
             world=None,
             executor=self.shared.executor,
             prompter=self.prompter,
             branch=branch,
             budget=Budget(limits.unit, limits.limit, self.bpo.env.max_turns, self.bpo.env.max_action_tokens),
-            selector=None if validate else self.shared.selector,
+            selector=online_selector(
+                branch.selector,
+                limit=branch.threshold,
+                share=branch.share,
+                interval=branch.interval,
+                learnt_limit=row.get(BRANCH_LIMIT),
+            ),
             max_prompt_tokens=self.rollout_config.prompt_length,
             max_response_tokens=self.rollout_config.response_length,
             fill=limits.fill == "root",
+            chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
+        if not env or not task:
+            missing = (
+                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
+                f"unless bpo.env.name is set (got extra_info={extra})"
+            )
+            return self._outputs(rollout, Tree(prompt_ids=[]), fatal=missing)
         async with self.shared.slots:
-            world = await self.loop.run_in_executor(self.shared.executor, self.shared.pool(env).open)
+            try:
+                world = await self.loop.run_in_executor(self.shared.executor, self.shared.pool(env).open)
+            except EnvironmentUnavailable as error:
+                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=str(error))
+            except SandboxError as error:
+                rollout.failures.append(f"{type(error).__name__}: {error}")
+                return self._outputs(rollout, Tree(prompt_ids=[], counters={"failed": 1}))
             rollout.world = world
             try:
                 tree = await rollout.run(task, int(extra.get("seed") or 0))
@@ -112,23 +121,40 @@ class TreeAgentLoop(AgentLoopBase):
         self._dump(tree, row, env, task, validate)
         return self._outputs(rollout, tree)
 
-    def _generator(self, sampling_params: dict[str, Any], row: dict[str, Any]):
+    def _hash(self, place: str) -> int:
+        """A number below 2**32: always the same one for a place where ``bpo.seed`` is set, else a random one."""
+        return random.getrandbits(32) if self.bpo.seed is None else crc32(f"{self.bpo.seed}/{place}".encode())
+
+    def _generator(self, sampling_params: dict[str, Any], identity: str):
         request_id = uuid4().hex  # one id per tree keeps its branches on one replica, where their prefix is cached
-        identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
 
         async def generate(prompt_ids: list[int], max_tokens: int, place: str) -> Generation:
             params = {**sampling_params, "max_tokens": max_tokens, "logprobs": True}
             if self.bpo.seed is not None:
-                params["seed"] = crc32(f"{self.bpo.seed}/{identity}/{place}".encode())
+                params["seed"] = self._hash(f"{identity}/{place}")
             output = await self.server_manager.generate(
                 request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
             )
             extra = output.extra_fields
             cached = int(extra.get("num_cached_tokens") or 0)
+            tokens, logprobs = list(output.token_ids), list(output.log_probs or [])
+            entropy = list(extra.get("token_entropy") or [])
+            engine = self.rollout_config.name
+            if len(logprobs) != len(tokens):
+                raise ValueError(
+                    f"rollout engine {engine} returned {len(logprobs)} log-probs for {len(tokens)} tokens: it must give "
+                    f"one for each sampled token"
+                )
+            if len(entropy) != len(tokens) and self.bpo.branch.selector in ENTROPY_SELECTORS:
+                raise ValueError(
+                    f"bpo.branch.selector={self.bpo.branch.selector} needs the entropy of each sampled token, and rollout "
+                    f"engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or hf, or a "
+                    f"selector that needs none (fixed_interval, random, every)"
+                )
             return Generation(
-                token_ids=list(output.token_ids),
-                logprobs=list(output.log_probs or [0.0] * len(output.token_ids)),
-                entropy=list(extra.get("token_entropy") or []),
+                token_ids=tokens,
+                logprobs=logprobs,
+                entropy=entropy,
                 cached_tokens=cached,
                 prefill_tokens=int(extra.get("num_prefill_tokens", len(prompt_ids) - cached)),
                 weights_version=extra.get("global_steps"),
@@ -144,6 +170,7 @@ class TreeAgentLoop(AgentLoopBase):
             "topology": topology(tree),
             "counters": tree.counters,
             "failures": rollout.failures[:4],
+            "scores": rollout.scores,
             "fatal": fatal,
         }
         versions = sorted(rollout.versions) or [None]

@@ -11,6 +11,9 @@ from typing import Any
 
 from verl_bpo.tree.topology import Tree
 
+BRANCH_LIMIT = "branch_limit"
+"""Field of a prompt row: the limit that selector ``quantile`` has learnt so far."""
+
 
 @dataclass
 class Row:

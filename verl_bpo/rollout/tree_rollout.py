@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -77,6 +78,8 @@ class TreeRollout:
     max_response_tokens: int
     fill: bool = True
     """Whether what branching leaves over goes to further root samples."""
+    chance: Callable[[str], float] = lambda place: random.random()
+    """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
 
     def __post_init__(self) -> None:
         self.tree = Tree(prompt_ids=[])
@@ -89,6 +92,8 @@ class TreeRollout:
         self._tasks: set[asyncio.Task] = set()
         self._calls: set[Future] = set()
         self.failures: list[str] = []
+        self.scores: list[float] = []
+        """Scores of the decision points that the online selector was asked about."""
 
     async def run(self, task: str, seed: int = 0) -> Tree:
         """Roll the tree.
@@ -237,7 +242,7 @@ class TreeRollout:
                 point = None
                 online = False
                 if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":
-                    online = self.selector is not None and self.selector(score, depth) and self._affords(depth)
+                    online = self._chosen(score, depth, f"{index}/{depth}") and self._affords(depth)
                     if online or self.selector is None:
                         point = await self._snapshot(sandbox, depth, conversation, admissible, score)
                 observation = await self._call(sandbox.step, action)
@@ -296,6 +301,12 @@ class TreeRollout:
         return _Point(-1, depth, snapshot, sandbox, conversation, admissible, score)
 
     # --- small parts ------------------------------------------------------------------------------------------------
+
+    def _chosen(self, score: float, depth: int, place: str) -> bool:
+        if self.selector is None:
+            return False
+        self.scores.append(score)
+        return self.selector(score, depth, self.chance(place))
 
     def _room(self, conversation: Conversation) -> int:
         """Tokens that the row may still take after this conversation."""

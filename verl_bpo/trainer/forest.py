@@ -15,7 +15,8 @@ class TreeBatch:
     """All trees of a batch, concatenated; ids shifted to be global.
 
     ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``reward``) or L a
-    trajectory (``truncated``, ``depth``); ``offset`` maps a session to the shift of its turn ids.
+    trajectory (``truncated``, ``depth``); ``offset`` maps a session to the shift of its turn ids. ``asked_scores`` are
+    those of the decision points that an online selector was asked about.
     """
 
     turns: Forest
@@ -27,18 +28,20 @@ class TreeBatch:
     tree_sizes: list[int]
     counters: list[dict[str, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    asked_scores: list[float] = field(default_factory=list)
 
 
 def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> TreeBatch:
     """Concatenate trees.
 
     Args:
-        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``).
+        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``,
+            ``scores``).
         prompts: per session the id of its prompt.
     """
     turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "reward")}
     leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "depth")}
-    prompt, offset, sizes, counters, failures = [], {}, [], [], []
+    prompt, offset, sizes, counters, failures, asked = [], {}, [], [], [], []
     numbers: dict[str, int] = {}
     for session, record in sessions.items():
         tree = record["topology"]
@@ -55,6 +58,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
         counters.append(record["counters"])
         failures += record["failures"]
+        asked += record["scores"]
     integer, boolean, real = torch.long, torch.bool, torch.float64
     return TreeBatch(
         turns=Forest(
@@ -73,6 +77,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         tree_sizes=sizes,
         counters=counters,
         failures=failures,
+        asked_scores=asked,
     )
 
 

@@ -6,18 +6,21 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.rollout.prompting import PromptConfig
 
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.rollout.manager.TreeManager"
 MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
 """Trainer mode of each of our advantage estimators; every other estimator runs in ``bpo_sync`` too."""
 ESTIMATORS = tuple(MODES)
+VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 READOUT_MODEL = "language_model_with_value_readout"
 
 
@@ -56,6 +59,8 @@ def prepare(config: DictConfig) -> BPOConfig:
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
     resolved = build(_without_unset(user), "paper" if config.algorithm.adv_estimator == "bpo" else "plain")
     _check(config, resolved, tree)
+    for difference in taught_otherwise(str(config.actor_rollout_ref.model.path), resolved.prompt):
+        print(f"verl_bpo: WARNING: {difference}")
     with open_dict(config):
         config.bpo = OmegaConf.create(asdict(resolved))
         config.trainer.use_v1 = True
@@ -67,11 +72,34 @@ def prepare(config: DictConfig) -> BPOConfig:
         _environment(config, "VERL_BPO_ENTROPY", "1")
         if config.algorithm.adv_estimator == "sapo":
             _use_value_readout(config, resolved)
+        if rollout.name == "vllm":
+            # vLLM's second model runner samples without the function that the plugin takes entropies from.
+            _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
         if on_cpu():
             adjusted = cpu_defaults(config)
             if adjusted:
                 print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
     return resolved
+
+
+def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
+    """How ``prompt`` differs from the prompts that a warm start was taught with: one line a key. Empty for other models."""
+    record = Path(model).expanduser() / "warmstart.json"
+    if not record.is_file():
+        return []
+    known = {field.name for field in fields(PromptConfig)}
+    taught = json.loads(record.read_text())["options"]["prompt"]
+    taught = PromptConfig(**{key: value for key, value in taught.items() if key in known})
+    keys = ["template", "list_actions", "max_observation_tokens", "context"]
+    keys += ["max_actions_listed"] if prompt.list_actions and taught.list_actions else []
+    keys += ["window_turns"] if prompt.context == taught.context == "window" else []
+    differ = [(key, getattr(prompt, key), getattr(taught, key)) for key in keys]
+    differ.append(("system", prompt.system_text, taught.system_text))
+    return [
+        f"bpo.prompt.{key}={now!r}, but the policy in {model} was taught with {then!r}: it meets prompts it never saw"
+        for key, now, then in differ
+        if now != then
+    ]
 
 
 def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
@@ -181,7 +209,14 @@ def cpu_defaults(config: DictConfig) -> list[str]:
         "critic.model.use_remove_padding": False,
         "critic.model.override_config.attn_implementation": "sdpa",
     }
-    if config.actor_rollout_ref.rollout.name != "vllm" or not vllm_usable():
+    if config.actor_rollout_ref.rollout.name == "vllm" and vllm_usable():
+        wanted["actor_rollout_ref.rollout.enforce_eager"] = True
+        wanted["actor_rollout_ref.rollout.enable_sleep_mode"] = False
+        if OmegaConf.select(config, f"{VLLM_KWARGS}.block_size") is None:
+            wanted[f"{VLLM_KWARGS}.block_size"] = 32  # vLLM's own 128 tokens reuse little of short prompts
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            _environment(config, "VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take half of the memory
+    else:
         wanted["actor_rollout_ref.rollout.name"] = "hf"
     if not config.ray_kwargs.ray_init.get("num_cpus"):
         wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other

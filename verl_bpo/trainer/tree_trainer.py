@@ -20,15 +20,19 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
-from verl_bpo.config.schema import build
+from verl_bpo.config.schema import RunError, build
+from verl_bpo.rollout.prompting import PromptConfig, Prompter
+from verl_bpo.rollout.rows import BRANCH_LIMIT
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
 from verl_bpo.trainer.prepare import ESTIMATORS
+from verl_bpo.tree.branching import ScoreMemory
 
 STATE_FILE = "verl_bpo.json"
 
@@ -64,6 +68,7 @@ class TreeTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"
         self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
         self.totals: Counter[str] = Counter()
+        self.memory = ScoreMemory()
         super().__init__(config)
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -71,7 +76,31 @@ class TreeTrainer(PPOTrainerSync):
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()
         buffer.poll_interval = self.bpo.poll_interval
+        sample = buffer.sample
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            batch, found = sample(*args, **kwargs)
+            self._stop_if_hopeless(batch)
+            return batch, found
+
+        buffer.sample = checked
         return buffer
+
+    def _stop_if_hopeless(self, batch: KVBatchMeta) -> None:
+        """Stop where a rollout met what no other one would fare better with."""
+        if not len(batch):
+            raise RunError(f"step {self.global_steps} has no rollouts: see the rollout workers' errors above")
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+        for extra in _plain_list(data["extra_fields"]):
+            if extra.get("tree") and extra["tree"]["fatal"]:
+                raise RunError(extra["tree"]["fatal"])
+
+    def _init_tokenizer(self) -> None:
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+        self.tokenizer, self.processor = model.tokenizer, model.processor
+        check_policy(
+            model.hf_config, self.tokenizer, self.bpo.prompt, self.config.data.get("apply_chat_template_kwargs")
+        )
 
     def _setup(self) -> None:
         super()._setup()
@@ -91,6 +120,12 @@ class TreeTrainer(PPOTrainerSync):
             if left < 1.5 * taken:
                 self.total_training_steps = min(self.total_training_steps, self.global_steps + 1)
 
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        limit = self.memory.limit(self.bpo.branch.share) if self.bpo.branch.selector == "quantile" else None
+        if limit is not None:
+            tu.assign_non_tensor_data(batch, BRANCH_LIMIT, limit)
+        return super()._submit_batch_to_rollout(batch)
+
     # --- optimizer steps --------------------------------------------------------------------------------------------
 
     @property
@@ -104,8 +139,6 @@ class TreeTrainer(PPOTrainerSync):
         return dp_size * self.updates_per_step
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
-        if not len(batch):
-            raise RuntimeError(f"step {self.global_steps} has no rollouts: see the rollout worker's errors above")
         batch = super()._balance_batch(batch, metrics, **kwargs)
         ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         size = len(batch) // ranks
@@ -220,8 +253,6 @@ class TreeTrainer(PPOTrainerSync):
         sessions, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
-                if extra["tree"]["fatal"]:
-                    raise RuntimeError(extra["tree"]["fatal"])
                 sessions[_session(key)] = extra["tree"]
                 prompts[_session(key)] = uid
         return build_batch(sessions, prompts)
@@ -230,7 +261,7 @@ class TreeTrainer(PPOTrainerSync):
 
     def _count(self, trees: TreeBatch, metrics: dict) -> None:
         if trees.failures and not bool(trees.turns.usable.any()):
-            raise RuntimeError(
+            raise RunError(
                 f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
             )
         for counters in trees.counters:
@@ -238,6 +269,8 @@ class TreeTrainer(PPOTrainerSync):
                 self.totals[key] += int(counters.get(key, 0))
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics.update(tree_metrics(trees))
+        if self.bpo.branch.selector == "quantile":
+            self.memory.add(trees.asked_scores)
 
     def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:
@@ -265,7 +298,8 @@ class TreeTrainer(PPOTrainerSync):
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         partial_file = folder / f".{STATE_FILE}.partial"
-        partial_file.write_text(json.dumps({"totals": dict(self.totals)}))
+        state = {"totals": dict(self.totals), "scores": list(self.memory.steps)}
+        partial_file.write_text(json.dumps(state))
         os.replace(partial_file, folder / STATE_FILE)
         super()._save_checkpoint()
 
@@ -277,9 +311,29 @@ class TreeTrainer(PPOTrainerSync):
             folder = self.config.trainer.resume_from_path
         else:
             folder = find_latest_ckpt_path(os.path.abspath(self.config.trainer.default_local_dir))
-        state = Path(folder) / STATE_FILE
-        if state.exists():
-            self.totals.update(json.loads(state.read_text())["totals"])
+        file = Path(folder) / STATE_FILE
+        if file.exists():
+            state = json.loads(file.read_text())
+            self.totals.update(state["totals"])
+            self.memory.steps.extend(state.get("scores", []))
+
+
+def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwargs: dict | None = None) -> None:
+    """See that model, tokenizer and prompt style go together, before anything is loaded.
+
+    Raises:
+        RunError: they don't.
+    """
+    try:
+        Prompter(tokenizer, prompt, dict(template_kwargs or {}))
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    rows = model.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise RunError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds only {rows}: "
+            f"actor_rollout_ref.model.tokenizer_path and actor_rollout_ref.model.path do not belong together"
+        )
 
 
 def _session(key: str) -> str:

@@ -6,7 +6,6 @@ decision points of finished trajectories.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,56 +27,64 @@ def decision_score(entropy: list[float], tokens: str, m: int) -> float:
     return float(sum(used) / len(used))
 
 
-OnlineSelector = Callable[[float, int], bool]
-"""(score of the decision point, turns before it) -> branch here?"""
+OnlineSelector = Callable[[float, int, float], bool]
+"""(score of the decision point, turns before it, a number drawn uniformly from [0, 1)) -> branch here?"""
 
 
 def threshold(limit: float) -> OnlineSelector:
     """The paper's: branch where the score reaches a limit set by hand."""
-    return lambda score, depth: score >= limit
+    return lambda score, depth, chance: score >= limit
 
 
-class Quantile:
-    """Branch at the share of decision points with the highest scores, by a threshold tracked over past ones.
+def quantile(limit: float | None, share: float) -> OnlineSelector:
+    """Branch above the limit of a :class:`ScoreMemory`; at random with the same share while it has none."""
+    return at_random(share) if limit is None else lambda score, depth, chance: score > limit
 
-    The threshold in force at a decision point comes from earlier ones only, so the choice stays a function of the state.
-    Until ``warm`` scores are known it branches at random with the same share.
+
+class ScoreMemory:
+    """Scores of past training steps, which the ``quantile`` selector takes its limit from.
+
+    The limit in force during a step comes from earlier steps alone. So a choice stays a function of the state, and depends
+    neither on the order in which trees happen to be rolled nor on which worker rolls them.
     """
 
-    def __init__(self, share: float, rng: random.Random, window: int = 2048, warm: int = 32) -> None:
-        self.share, self.rng, self.warm = share, rng, warm
-        self.scores: deque[float] = deque(maxlen=window)
+    def __init__(self, window: int = 2048, warm: int = 32) -> None:
+        self.window, self.warm = window, warm
+        self.steps: deque[list[float]] = deque()
 
-    def __call__(self, score: float, depth: int) -> bool:
-        if len(self.scores) < self.warm:
-            chosen = self.rng.random() < self.share
-        else:
-            chosen = score > float(np.quantile(np.fromiter(self.scores, float), 1 - self.share))
-        self.scores.append(score)
-        return chosen
+    def add(self, scores: list[float]) -> None:
+        """Take one step's scores; forget the oldest steps that the window does without."""
+        self.steps.append(list(scores))
+        while sum(map(len, self.steps)) - len(self.steps[0]) >= self.window:
+            self.steps.popleft()
+
+    def limit(self, share: float) -> float | None:
+        """The score that ``share`` of the remembered ones exceed; None with fewer than ``warm`` of them."""
+        scores = [score for step in self.steps for score in step]
+        return float(np.quantile(scores, 1 - share)) if len(scores) >= self.warm else None
 
 
 def fixed_interval(interval: int) -> OnlineSelector:
-    return lambda score, depth: depth % interval == 0
+    return lambda score, depth, chance: depth % interval == 0
 
 
-def at_random(share: float, rng: random.Random) -> OnlineSelector:
-    return lambda score, depth: rng.random() < share
+def at_random(share: float) -> OnlineSelector:
+    return lambda score, depth, chance: chance < share
 
 
 def every() -> OnlineSelector:
-    return lambda score, depth: True
+    return lambda score, depth, chance: True
 
 
 def online_selector(
-    name: str, *, limit: float, share: float, interval: int, rng: random.Random
+    name: str, *, limit: float, share: float, interval: int, learnt_limit: float | None = None
 ) -> OnlineSelector | None:
-    """The online selector called ``name``, None for ``top_k`` and ``none``."""
+    """The online selector called ``name``, None for ``top_k`` and ``none``. ``learnt_limit`` is ``quantile``'s."""
     return {
         "threshold": lambda: threshold(limit),
-        "quantile": lambda: Quantile(share, rng),
+        "quantile": lambda: quantile(learnt_limit, share),
         "fixed_interval": lambda: fixed_interval(interval),
-        "random": lambda: at_random(share, rng),
+        "random": lambda: at_random(share),
         "every": every,
         "top_k": lambda: None,
         "none": lambda: None,
