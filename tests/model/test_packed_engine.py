@@ -67,10 +67,9 @@ def test_micro_batches_of_whole_trees_need_fewer_passes_than_rows(found):
 
 def test_metrics_tell_what_was_shared(found):
     metrics = found["packed_tree", False, 100_000]["metrics"]
-    unique, total = metrics["packed/unique_tokens"][0], metrics["packed/total_tokens"][0]
-    assert metrics["packed/compute_ratio"] == [unique / total]
-    assert unique < 0.7 * total
-    assert metrics["packed/build_seconds"][0] > 0
+    unique, total = (metrics[f"packed/{k}_tokens"].aggregate() for k in ("unique", "total"))
+    assert 0 < unique < 0.7 * total
+    assert metrics["packed/build_seconds"].aggregate() > 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
 from verl_bpo.config.schema import build
+from verl_bpo.model.packed_tree import place_rows
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
@@ -106,12 +110,39 @@ class TreeTrainer(PPOTrainerSync):
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
         if not len(batch):
             raise RuntimeError(f"step {self.global_steps} has no rollouts: see the rollout worker's errors above")
+        if self.bpo.packed_tree.enable:
+            return self._place_trees(batch, metrics)
         batch = super()._balance_batch(batch, metrics, **kwargs)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        ranks = self._ranks()
         size = len(batch) // ranks
         order: list[int] = []
         for rank in range(ranks):
             order += _spread_padding(batch.tags[rank * size : (rank + 1) * size], rank * size)
+        batch.reorder(order)
+        return batch
+
+    def _ranks(self) -> int:
+        found = self.actor_rollout_wg._dispatch_info
+        if "actor" not in found:
+            found["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
+        return max(found["actor"]) + 1
+
+    def _place_trees(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """For packed trees: a prompt's rows in one mini-batch of one rank as far as possible. Padding rows fill up the
+        mini-batches; they are equal, so that packed they cost one of them."""
+        ranks, rows = self._ranks(), len(batch)
+        ids = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])[
+            "input_ids"
+        ]
+        prompts = [_session(_session(key)) for key in batch.keys]
+        cells = place_rows(ids, prompts, ranks * self.updates_per_step)
+        size = max(map(len, cells))
+        batch = upsample_batch_to_divisible_size(batch, size * len(cells), self.tokenizer.eos_token_id)
+        padding = iter(range(rows, len(batch)))
+        order = [i for cell in cells for i in (*cell, *islice(padding, size - len(cell)))]
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        per_rank = [order[r * len(order) // ranks : (r + 1) * len(order) // ranks] for r in range(ranks)]
+        metrics.update(log_seqlen_unbalance(lengths, per_rank, "global_seqlen"))
         batch.reorder(order)
         return batch
 
@@ -135,6 +166,7 @@ class TreeTrainer(PPOTrainerSync):
         batch = self._mini_batches(batch, actor, super()._update_actor, metrics)
         self.totals["updates"] += self.updates_per_step * actor.ppo_epochs
         metrics["compute/updates"] = float(self.totals["updates"])
+        _packed_metrics(metrics, self.updates_per_step * actor.ppo_epochs)
         return batch
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -280,6 +312,14 @@ class TreeTrainer(PPOTrainerSync):
         state = Path(folder) / STATE_FILE
         if state.exists():
             self.totals.update(json.loads(state.read_text())["totals"])
+
+
+def _packed_metrics(metrics: dict, updates: int) -> None:
+    """``packed/*`` of a whole step; verl gives means over the mini-batches. Nothing without packed trees."""
+    for key in [k for k in metrics if k.startswith("actor/packed/")]:
+        metrics[key.removeprefix("actor/")] = float(metrics.pop(key) * updates)
+    if "packed/total_tokens" in metrics:
+        metrics["packed/compute_ratio"] = metrics["packed/unique_tokens"] / metrics["packed/total_tokens"]
 
 
 def _session(key: str) -> str:

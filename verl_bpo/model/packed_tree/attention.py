@@ -106,13 +106,8 @@ def attach(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is None:
         raise PackedTreeUnsupported(f"{type(model).__name__} is no transformers model (it has no config)")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise PackedTreeUnsupported(
-            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(kinds))}: "
-            f"turn packed trees off for this model"
-        )
+    check_layers(config)
+    text = _text_config(config)
     modules = [m for m in model.modules() if hasattr(m, "num_key_value_groups") and hasattr(m, "config")]
     if len(modules) != text.num_hidden_layers:
         raise PackedTreeUnsupported(
@@ -123,6 +118,35 @@ def attach(model: nn.Module) -> None:
         module.register_forward_pre_hook(_enter, with_kwargs=True)
         module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
     model._packed_tree_attached = True
+
+
+def check_layers(config: Any, longest: int = 0) -> None:
+    """Whether a transformers config names layers that can be computed on packed trees.
+
+    Args:
+        longest: tokens of the longest row that will be seen, where that is known.
+
+    Raises:
+        PackedTreeUnsupported: linear attention, state spaces, or a sliding window shorter than ``longest``.
+    """
+    text = _text_config(config)
+    layers = getattr(text, "layer_types", None)
+    others = set(layers or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise PackedTreeUnsupported(
+            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(others))}: "
+            f"turn packed trees off for this model"
+        )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and longest > window and (not layers or "sliding_attention" in layers):
+        raise PackedTreeUnsupported(
+            f"rows of up to {longest} tokens exceed {text.model_type}'s sliding window of {window}: shorten the rows or "
+            f"turn packed trees off for this model"
+        )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
