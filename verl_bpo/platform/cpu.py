@@ -175,3 +175,17 @@ def patch_valuehead_loader(module: ModuleType) -> None:
         )
 
     module.load_valuehead_model = load_valuehead_model
+
+
+def patch_reference_offload(module: ModuleType) -> None:
+    """``verl.workers.engine.fsdp.transformer_impl``: a reference policy without pinned memory.
+
+    verl 0.9.1 offloads the reference with ``CPUOffloadPolicy(pin_memory=True)``, whatever the config says, and memory is
+    pinned for an accelerator, of which there is none.
+    """
+    original = module.CPUOffloadPolicy
+
+    def CPUOffloadPolicy(pin_memory: bool = True) -> Any:
+        return original(pin_memory=pin_memory and not on_cpu())
+
+    module.CPUOffloadPolicy = CPUOffloadPolicy

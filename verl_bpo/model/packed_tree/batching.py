@@ -83,7 +83,8 @@ def place_rows(
     """Row numbers of each cell, a mini-batch of one rank: trees whole as far as they fit, equal work everywhere.
 
     A cell takes at most ``slack`` times its equal share of the rows. A tree that finds no room is cut between neighbouring
-    branches. To make the cells equally long, pad them to the longest.
+    branches, and so is the largest cell's content where a cell would stay empty. To make the cells equally long, pad them
+    to the longest.
 
     Args:
         rows: token ids, as for :func:`trie.pack_rows`.
@@ -91,6 +92,7 @@ def place_rows(
         cells: ranks times mini-batches.
     """
     tokens, offsets = _flatten(rows)
+    share = max(1, len(trees) // cells)
     room = math.ceil(slack * len(trees) / cells)
     waiting = sorted(_units(tokens, offsets, trees, int(offsets[-1])), key=lambda u: -u.unique)
     placed: list[list[int]] = [[] for _ in range(cells)]
@@ -102,10 +104,16 @@ def place_rows(
             cell = min(fitting, key=lambda c: (work[c], len(placed[c])))
         else:
             cell = min(range(cells), key=lambda c: len(placed[c]))
-            unit, rest = unit.cut(room - len(placed[cell]))
+            unit, rest = unit.cut(min(share, room - len(placed[cell])))
             waiting.insert(0, rest)
         placed[cell] += unit.rows
         work[cell] += unit.unique
+    for cell in placed:
+        if not cell:
+            largest = max(placed, key=len)
+            half = math.ceil(len(largest) / 2)
+            cell += largest[half:]
+            del largest[half:]
     return placed
 
 
