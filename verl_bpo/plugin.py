@@ -93,9 +93,10 @@ def _trainer(module: Any) -> None:
     import verl_bpo.trainer.tree_trainer  # noqa: F401
 
 
-@_hook("verl.workers.engine.fsdp.transformer_impl", "engine language_model_with_value_readout")
+@_hook("verl.workers.engine.fsdp.transformer_impl", "engines with a value readout and on packed trees")
 def _engine(module: Any) -> None:
-    import verl_bpo.model.engine  # noqa: F401
+    import verl_bpo.model.engine
+    import verl_bpo.model.packed_engine  # noqa: F401
 
 
 @_hook("verl.experimental.agent_loop", "agent loop tree_agent")

@@ -110,7 +110,7 @@ def readout(folder: Path, vendor: str) -> dict:
     try:
         os.environ["VERL_ENGINE_VENDOR"] = vendor
         engine = engine_worker.build(folder)
-        engine_worker.train(engine, engine_worker.value_loss(), 2)
+        engine_worker.train(engine, engine_worker.value_loss(), 2, rank=dist.get_rank(), ranks=dist.get_world_size())
         values = {k: torch.cat(list(v.unbind())) for k, v in engine_worker.infer(engine).items() if "values" in k}
         return {"engine": type(engine).__name__, "weights": engine_worker.whole(engine), **values}
     finally:
@@ -124,8 +124,7 @@ def main(folder: Path) -> None:
             engine = build(folder, vendor, checkpointing)
             for budget in (100_000, 120):
                 found[vendor, checkpointing, budget] = result(engine, budget)
-    if dist.get_world_size() == 1:
-        found["readout"] = {vendor: readout(folder, vendor) for vendor in ("stock", packed_engine.VENDOR)}
+    found["readout"] = {vendor: readout(folder, vendor) for vendor in ("stock", packed_engine.VENDOR)}
     if dist.get_rank() == 0:
         torch.save(found, folder / f"packed-{dist.get_world_size()}.pt")
 

@@ -50,8 +50,6 @@ def test_packed_engine_equals_verls(found, checkpointing, budget):
 
 
 def test_an_actor_with_a_readout_learns_the_same_values(found):
-    if "readout" not in found:
-        pytest.skip("compared on one rank")
     theirs, ours = found["readout"]["stock"], found["readout"]["packed_tree"]
     assert (theirs["engine"], ours["engine"]) == ("ValueReadoutEngine", "PackedReadoutEngine")
     for key in ("state_values", "action_values"):
@@ -67,10 +65,9 @@ def test_micro_batches_of_whole_trees_need_fewer_passes_than_rows(found):
 
 def test_metrics_tell_what_was_shared(found):
     metrics = found["packed_tree", False, 100_000]["metrics"]
-    unique, total = metrics["packed/unique_tokens"][0], metrics["packed/total_tokens"][0]
-    assert metrics["packed/compute_ratio"] == [unique / total]
-    assert unique < 0.7 * total
-    assert metrics["packed/build_seconds"][0] > 0
+    unique, total = (metrics[f"packed/{k}_tokens"].aggregate() for k in ("unique", "total"))
+    assert 0 < unique < 0.7 * total
+    assert metrics["packed/build_seconds"].aggregate() > 0
 
 
 @pytest.mark.parametrize(

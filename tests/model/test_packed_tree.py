@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,13 +24,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from verl_bpo.config.schema import PACKED_BACKENDS
 from verl_bpo.model.packed_tree import (
+    BACKENDS,
     PackedTreeUnsupported,
     attention,
+    check_layers,
     choose_backend,
     frugal_outputs,
     pack_rows,
     packed_forward,
+    place_rows,
     plan_micro_batches,
     row_outputs,
     tree_outputs,
@@ -256,6 +262,41 @@ def test_adapters_get_the_same_gradients(compute):
     assert_same(ours, theirs, 1e-12)
 
 
+def test_keys_along_the_paths_are_not_kept_for_the_backward(monkeypatch):
+    """They are several times the tree's own keys."""
+    sdpa, seen = attention._sdpa, []
+
+    def spy(query, key, value, tree, scale):
+        seen.extend(StorageWeakRef(x.untyped_storage()) for x in (key, value))
+        return sdpa(query, key, value, tree, scale)
+
+    monkeypatch.setattr(attention, "_sdpa", spy)
+    rows, model = make_rows(0), make_model()
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        seen.clear()
+        ours = packed(model, rows)
+        assert len(seen) == 6 and all(ref.expired() for ref in seen)
+        ours[0].sum().backward()
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_every_kernel_of_torch_gets_its_keys_back(kernel, heads):
+    rows, model = make_rows(0), make_model(num_key_value_heads=heads)
+    theirs = evaluate(model, rows, reference)
+    with sdpa_kernel(kernel):
+        assert_same(evaluate(model, rows), theirs, 1e-12)
+
+
+def test_activations_may_be_kept_elsewhere():
+    rows, model = make_rows(0), make_model()
+    theirs = evaluate(model, rows, reference)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(evaluate(model, rows), theirs, 1e-12)
+
+
 def test_bfloat16_is_as_close_to_the_truth_as_the_rows_are():
     rows = make_rows(0)
     exact = reference(make_model(dtype=torch.float32), rows)[0].detach()
@@ -345,6 +386,14 @@ def test_a_path_longer_than_the_sliding_window_is_refused_and_a_shorter_one_equa
     assert_same(evaluate(model, rows), evaluate(model, rows, reference), 1e-12)
 
 
+def test_a_config_tells_beforehand_whether_rows_fit_its_sliding_window():
+    window = MistralConfig(sliding_window=100)
+    check_layers(window, longest=100)
+    with pytest.raises(PackedTreeUnsupported, match="rows of up to 101 tokens exceed mistral's sliding window of 100"):
+        check_layers(window, longest=101)
+    check_layers(Qwen2Config(sliding_window=100, use_sliding_window=False), longest=101)
+
+
 def test_linear_attention_is_refused():
     model = make_model()
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
@@ -390,6 +439,10 @@ def test_the_backend_is_chosen_by_device_precision_and_packages(device, dtype, f
     monkeypatch.setattr(attention, "_has_flash_attn", lambda: flash)
     monkeypatch.setattr(attention, "_has_torch_varlen", lambda: varlen)
     assert choose_backend(torch.device(device), dtype) == expected
+
+
+def test_the_config_knows_every_backend():
+    assert ("auto", *BACKENDS) == PACKED_BACKENDS
 
 
 def test_an_unknown_backend_is_named_with_its_alternatives():
@@ -508,6 +561,31 @@ def test_a_tree_that_does_not_fit_is_cut_where_little_is_shared_twice():
 def test_a_row_beyond_the_budget_is_refused():
     with pytest.raises(ValueError, match="row of 9 tokens exceeds the budget of 8"):
         plan_micro_batches([[1] * 9, [2]], [0, 1], 8)
+
+
+@pytest.mark.parametrize("cells", [1, 2, 3, 5])
+def test_cells_hold_each_row_once_and_about_as_many_each(cells):
+    rows, trees = forest(0)
+    placed = place_rows(rows, trees, cells)
+    assert sorted(r for cell in placed for r in cell) == list(range(len(rows)))
+    assert len(placed) == cells and max(map(len, placed)) <= 1.25 * len(rows) / cells + 1
+
+
+def test_trees_of_equal_size_are_dealt_whole():
+    rng = random.Random(0)
+    run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
+    prompts = [run(10) for _ in range(8)]
+    rows = [prompts[i % 8] + run(5) for i in range(32)]
+    for cells in (2, 4, 8):
+        placed = place_rows(rows, [i % 8 for i in range(32)], cells)
+        assert [len(cell) for cell in placed] == [32 // cells] * cells
+        assert all(len({r % 8 for r in cell}) == 8 // cells for cell in placed)
+
+
+def test_a_tree_larger_than_its_share_is_cut_so_that_no_rank_is_left_idle():
+    rows = [[1, 2, 3, i] for i in range(20)]
+    assert [len(cell) for cell in place_rows(rows, [0] * 20, 4)] == [5, 5, 5, 5]
+    assert all(place_rows(rows[:7], [0] * 4 + [1] * 3, 4))
 
 
 def _in_ranks(function, monkeypatch) -> list:

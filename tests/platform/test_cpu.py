@@ -132,3 +132,26 @@ def test_a_critic_loads_on_cpu(on_cpu, tmp_path):
 
 def test_the_critic_loader_is_verls_own_elsewhere(elsewhere):
     assert critic_loader(lambda *args: args)("path", torch.float32, None, False) == ("path", torch.float32, None, False)
+
+
+# --- reference policy ------------------------------------------------------------------------------------------------
+
+
+def test_verl_still_pins_the_references_memory():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    assert "CPUOffloadPolicy(pin_memory=True)" in inspect.getsource(FSDPEngine._build_fsdp_module)
+
+
+def reference_policy():
+    module = SimpleNamespace(CPUOffloadPolicy=torch.distributed.fsdp.CPUOffloadPolicy)
+    cpu.patch_offload_policy(module)
+    return module.CPUOffloadPolicy(pin_memory=True)
+
+
+def test_the_reference_is_not_pinned_on_cpu(on_cpu):
+    assert not reference_policy().pin_memory
+
+
+def test_the_reference_is_pinned_elsewhere(elsewhere):
+    assert reference_policy().pin_memory

@@ -197,6 +197,23 @@ class SAPOConfig:
                 raise ConfigError(f"bpo.sapo.{key}={value} must be above 0")
 
 
+PACKED_BACKENDS = ("auto", "sdpa", "flash_attn", "torch_varlen", "flex")
+
+
+@dataclass
+class PackedTreeConfig:
+    """Training on trees in place of their rows. Losses and gradients stay what they were."""
+
+    enable: bool = False
+    """Actor and reference compute each token that rows share once. ``ppo_max_token_len_per_gpu`` then counts those."""
+    backend: str = "auto"
+    """Attention: ``auto`` takes ``flash_attn``, else ``torch_varlen``, on a GPU in half precision, and ``sdpa``
+    elsewhere. ``flex`` needs a GPU."""
+
+    def __post_init__(self) -> None:
+        _one_of("bpo.packed_tree.backend", self.backend, PACKED_BACKENDS)
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "plain": {"branch": {"selector": "none"}, "budget": {"unit": "leaves", "limit": 1, "fill": "none"}},
     "paper": {
@@ -232,6 +249,7 @@ class BPOConfig:
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
+    packed_tree: PackedTreeConfig = field(default_factory=PackedTreeConfig)
     updates_per_step: int | None = None
     """Optimizer steps a training step, whatever the number of rows. None: ``data.train_batch_size`` over
     ``actor.ppo_mini_batch_size``, as for every other estimator in verl."""

@@ -1,7 +1,8 @@
 """verl's FSDP engine on packed trees: old log-probs, reference log-probs and updates compute each tree token once.
 
-Chosen by ``VERL_ENGINE_VENDOR=packed_tree``; verl's engine registry takes it for language models and for actors with a
-value readout, and its own engines for all others. Losses see what they always see, values on the original rows.
+Chosen by ``bpo.packed_tree.enable=true``, which reaches the workers as ``VERL_ENGINE_VENDOR=packed_tree``: verl's engine
+registry then takes it for language models and for actors with a value readout, and verl's own engines for all others.
+Losses see what they always see, values on the original rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_name
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.model import extract_multi_modal_inputs
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -57,7 +60,13 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         attach(base)  # before sharding, so that an unsupported model stops here
-        return super()._build_fsdp_module(module)
+        module = super()._build_fsdp_module(module)
+        name = get_device_name()
+        chosen = choose_backend(torch.device(name), self._autocast_dtype, self.backend)
+        if self.rank == 0:
+            role = "reference" if self.engine_config.forward_only else "actor"
+            print(f"verl_bpo: {role} on packed trees, attention {chosen} (bpo.packed_tree.backend={self.backend})")
+        return module
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -86,9 +95,16 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
-        output["metrics"] = {
-            **output["metrics"], **self._tree.metrics(), "packed/build_seconds": self._pack_seconds
-        }  # fmt: skip
+        if not forward_only:
+            found = {
+                "packed/unique_tokens": self._tree.unique_tokens,
+                "packed/total_tokens": self._tree.total_tokens,
+                "packed/build_seconds": self._pack_seconds,
+            }
+            # verl adds over micro-batches and takes the mean over ranks, where a total is meant.
+            ranks = self.get_data_parallel_size()
+            totals = Metric.from_dict({k: v * ranks for k, v in found.items()}, AggregationType.SUM)
+            output["metrics"] = {**output["metrics"], **totals}
         self._tree = None
         return loss, output
 
@@ -134,7 +150,10 @@ def _tree_micro_batches() -> Iterator[None]:
 
 
 def _tree_keys(data: TensorDict) -> list[Any]:
-    """Rows of one tree start with the same prompt; so do those of other trees of the task, which share it as well."""
+    """Rows of one tree, and those of other trees of its prompt row, which share the prompt, carry the row's ``uid``."""
+    uids = data.get("uid", None)
+    if uids is not None:
+        return [getattr(uid, "data", uid) for uid in uids]
     if data.get("prompts", None) is None:
         return list(range(len(data)))
     return [tuple(prompt.tolist()) for prompt in data["prompts"].unbind()]
@@ -152,7 +171,7 @@ def _refuse_batch(micro_batch: TensorDict) -> None:
     for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only", "use_fused_kernels"):
         if tu.get_non_tensor_data(data=micro_batch, key=key, default=False):
             raise PackedTreeUnsupported(f"packed trees don't support {key}: turn it off, or packed trees")
-    if micro_batch.get("multi_modal_inputs", None) is not None:
+    if extract_multi_modal_inputs(micro_batch.get("multi_modal_inputs", [])):
         raise PackedTreeUnsupported("packed trees don't support images or other multi-modal inputs")
 
 
@@ -172,5 +191,3 @@ def refuse_unsupported(model_config: Any, engine_config: Any) -> None:
             raise PackedTreeUnsupported(
                 f"packed trees don't support actor_rollout_ref.model.{key}=True: set it to False"
             )
-    device = torch.device(get_device_name(), get_device_id() if get_device_name() != "cpu" else None)
-    choose_backend(device, torch.bfloat16, os.environ.get(BACKEND, "auto"))

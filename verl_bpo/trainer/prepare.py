@@ -22,6 +22,8 @@ MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
 ESTIMATORS = tuple(MODES)
 VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 READOUT_MODEL = "language_model_with_value_readout"
+PACKED_VENDOR = "packed_tree"
+"""Name under which verl's engine registry holds the engines on packed trees."""
 
 
 def asks_for_us(config: DictConfig) -> bool:
@@ -75,6 +77,8 @@ def prepare(config: DictConfig) -> BPOConfig:
         if rollout.name == "vllm":
             # vLLM's second model runner samples without the function that the plugin takes entropies from.
             _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
+        if resolved.packed_tree.enable:
+            _use_packed_trees(config, resolved)
         if on_cpu():
             adjusted = cpu_defaults(config)
             if adjusted:
@@ -108,6 +112,8 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
         raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
     if config.algorithm.adv_estimator == "sapo":
         _check_sapo(config)
+    if bpo.packed_tree.enable:
+        _check_packed_trees(config, bpo.packed_tree.backend)
     if tree and config.algorithm.use_kl_in_reward:
         raise ConfigError(
             "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
@@ -184,6 +190,73 @@ def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
             role.strategy = "fsdp2"
             print("verl_bpo: strategy=fsdp2 in place of fsdp, for SAPO's float32 value heads")
     _environment(config, "VERL_BPO_SAPO", json.dumps(asdict(bpo.sapo)))
+
+
+def _check_packed_trees(config: DictConfig, backend: str) -> None:
+    """What packed trees can't be combined with; each would stop deep inside a worker, or silently not pack."""
+    from verl_bpo.plugin import on_cpu
+
+    why = "bpo.packed_tree.enable=True"
+    roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    for role in roles:
+        strategy = OmegaConf.select(config, f"{role}.strategy")
+        if strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(
+                f"{role}.strategy={strategy} has no engine for packed trees: use fsdp2, or turn {why} off"
+            )
+        for key in ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
+            ranks = OmegaConf.select(config, f"{role}.{key}") or 1
+            if ranks > 1:
+                raise ConfigError(f"{role}.{key}={ranks} splits the sequences that {why} packs: set it to 1")
+    for key in (
+        "actor_rollout_ref.model.use_fused_kernels",
+        "actor_rollout_ref.model.enable_activation_offload",
+        "actor_rollout_ref.model.mtp.enable",
+        "actor_rollout_ref.actor.calculate_sum_pi_squared",
+        "distillation.enabled",
+    ):
+        if OmegaConf.select(config, key):
+            raise ConfigError(f"{key}=True can't be combined with {why}: set one of them to False")
+    vendor = os.environ.get("VERL_ENGINE_VENDOR", PACKED_VENDOR)
+    if vendor != PACKED_VENDOR:
+        raise ConfigError(f"VERL_ENGINE_VENDOR={vendor} selects other engines than {why} needs: unset it")
+    if not on_cpu() and config.trainer.device != "cuda":
+        raise ConfigError(f"trainer.device={config.trainer.device} has no engine for packed trees: turn {why} off")
+    if on_cpu() and backend not in ("auto", "sdpa"):
+        raise ConfigError(f"bpo.packed_tree.backend={backend} trains on a GPU only: use auto or sdpa")
+    _check_packed_model(config)
+
+
+def _check_packed_model(config: DictConfig) -> None:
+    from transformers import AutoConfig
+
+    from verl_bpo.model.packed_tree import PackedTreeUnsupported, check_layers
+
+    model = config.actor_rollout_ref.model
+    try:
+        found = AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code")))
+    except (OSError, ValueError):
+        return  # a path that verl downloads from, or a wrong one: the worker checks again, verl says what is wrong
+    try:
+        check_layers(found, config.data.max_prompt_length + config.data.max_response_length)
+    except PackedTreeUnsupported as error:
+        raise ConfigError(str(error)) from None
+
+
+def _use_packed_trees(config: DictConfig, bpo: BPOConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    _environment(config, "VERL_ENGINE_VENDOR", PACKED_VENDOR)  # verl's other engines know no such vendor and stay
+    _environment(config, "VERL_BPO_PACKED_BACKEND", bpo.packed_tree.backend)
+    if not actor.use_dynamic_bsz:
+        print(
+            "verl_bpo: WARNING: packed trees share less in micro-batches of a fixed number of rows: set "
+            "actor_rollout_ref.actor.use_dynamic_bsz=True"
+        )
+    if actor.shuffle:
+        print(
+            "verl_bpo: WARNING: actor_rollout_ref.actor.shuffle=True scatters the rows of a tree over mini-batches, so that "
+            "packed trees share less"
+        )
 
 
 def cpu_defaults(config: DictConfig) -> list[str]:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
 from verl_bpo.config.schema import RunError, build
+from verl_bpo.model.packed_tree import place_rows
 from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
@@ -139,12 +143,39 @@ class TreeTrainer(PPOTrainerSync):
         return dp_size * self.updates_per_step
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        if self.bpo.packed_tree.enable:
+            return self._place_trees(batch, metrics)
         batch = super()._balance_batch(batch, metrics, **kwargs)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        ranks = self._ranks()
         size = len(batch) // ranks
         order: list[int] = []
         for rank in range(ranks):
             order += _spread_padding(batch.tags[rank * size : (rank + 1) * size], rank * size)
+        batch.reorder(order)
+        return batch
+
+    def _ranks(self) -> int:
+        found = self.actor_rollout_wg._dispatch_info
+        if "actor" not in found:
+            found["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
+        return max(found["actor"]) + 1
+
+    def _place_trees(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """For packed trees: a prompt's rows in one mini-batch of one rank as far as possible. Padding rows fill up the
+        mini-batches; they are equal, so that packed they cost one of them."""
+        ranks, rows = self._ranks(), len(batch)
+        ids = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])[
+            "input_ids"
+        ]
+        prompts = [_session(_session(key)) for key in batch.keys]
+        cells = place_rows(ids, prompts, ranks * self.updates_per_step)
+        size = max(map(len, cells))
+        batch = upsample_batch_to_divisible_size(batch, size * len(cells), self.tokenizer.eos_token_id)
+        padding = iter(range(rows, len(batch)))
+        order = [i for cell in cells for i in (*cell, *islice(padding, size - len(cell)))]
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        per_rank = [order[r * len(order) // ranks : (r + 1) * len(order) // ranks] for r in range(ranks)]
+        metrics.update(log_seqlen_unbalance(lengths, per_rank, "global_seqlen"))
         batch.reorder(order)
         return batch
 
@@ -168,6 +199,7 @@ class TreeTrainer(PPOTrainerSync):
         batch = self._mini_batches(batch, actor, super()._update_actor, metrics)
         self.totals["updates"] += self.updates_per_step * actor.ppo_epochs
         metrics["compute/updates"] = float(self.totals["updates"])
+        _packed_metrics(metrics, self.updates_per_step * actor.ppo_epochs)
         return batch
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -334,6 +366,14 @@ def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwar
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds only {rows}: "
             f"actor_rollout_ref.model.tokenizer_path and actor_rollout_ref.model.path do not belong together"
         )
+
+
+def _packed_metrics(metrics: dict, updates: int) -> None:
+    """``packed/*`` of a whole step; verl gives means over the mini-batches. Nothing without packed trees."""
+    for key in [k for k in metrics if k.startswith("actor/packed/")]:
+        metrics[key.removeprefix("actor/")] = float(metrics.pop(key) * updates)
+    if "packed/total_tokens" in metrics:
+        metrics["packed/compute_ratio"] = metrics["packed/unique_tokens"] / metrics["packed/total_tokens"]
 
 
 def _session(key: str) -> str:

@@ -5,8 +5,8 @@ log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees
 forward for much less memory.
 """
 
-from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, choose_backend
-from verl_bpo.model.packed_tree.batching import plan_micro_batches
+from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, check_layers, choose_backend
+from verl_bpo.model.packed_tree.batching import place_rows, plan_micro_batches
 from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs
 from verl_bpo.model.packed_tree.frugal import frugal_outputs
 from verl_bpo.model.packed_tree.trie import PackedTree, pack_rows, sort_rows
@@ -16,10 +16,12 @@ __all__ = [
     "PackedTree",
     "PackedTreeUnsupported",
     "RowOutputs",
+    "check_layers",
     "choose_backend",
     "frugal_outputs",
     "pack_rows",
     "packed_forward",
+    "place_rows",
     "plan_micro_batches",
     "row_outputs",
     "sort_rows",

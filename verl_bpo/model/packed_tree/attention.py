@@ -13,7 +13,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -106,13 +107,8 @@ def attach(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is None:
         raise PackedTreeUnsupported(f"{type(model).__name__} is no transformers model (it has no config)")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise PackedTreeUnsupported(
-            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(kinds))}: "
-            f"turn packed trees off for this model"
-        )
+    check_layers(config)
+    text = _text_config(config)
     modules = [m for m in model.modules() if hasattr(m, "num_key_value_groups") and hasattr(m, "config")]
     if len(modules) != text.num_hidden_layers:
         raise PackedTreeUnsupported(
@@ -123,6 +119,35 @@ def attach(model: nn.Module) -> None:
         module.register_forward_pre_hook(_enter, with_kwargs=True)
         module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
     model._packed_tree_attached = True
+
+
+def check_layers(config: Any, longest: int = 0) -> None:
+    """Whether a transformers config names layers that can be computed on packed trees.
+
+    Args:
+        longest: tokens of the longest row that will be seen, where that is known.
+
+    Raises:
+        PackedTreeUnsupported: linear attention, state spaces, or a sliding window shorter than ``longest``.
+    """
+    text = _text_config(config)
+    layers = getattr(text, "layer_types", None)
+    others = set(layers or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise PackedTreeUnsupported(
+            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(others))}: "
+            f"turn packed trees off for this model"
+        )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and longest > window and (not layers or "sliding_attention" in layers):
+        raise PackedTreeUnsupported(
+            f"rows of up to {longest} tokens exceed {text.model_type}'s sliding window of {window}: shorten the rows or "
+            f"turn packed trees off for this model"
+        )
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -171,11 +196,52 @@ def path_attention(
     if backend == "flex":
         return _flex(query, key, value, packed_tree, scale).transpose(1, 2), None
     # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
-    key, value = key.index_select(2, packed_tree.path_index), value.index_select(2, packed_tree.path_index)
-    if backend == "sdpa":
-        return _sdpa(query, key, value, packed_tree, scale).transpose(1, 2), None
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return VARLEN[backend](*flat, packed_tree, scale)[None], None
+    paths = key.index_select(2, packed_tree.path_index), value.index_select(2, packed_tree.path_index)
+    with _gather_again(packed_tree.path_index, (key, value), paths):
+        if backend == "sdpa":
+            return _sdpa(query, *paths, packed_tree, scale).transpose(1, 2), None
+        flat = [x[0].transpose(0, 1) for x in (query, *paths)]
+        return VARLEN[backend](*flat, packed_tree, scale)[None], None
+
+
+@contextmanager
+def _gather_again(index: torch.Tensor, sources: tuple, gathered: tuple) -> Iterator[None]:
+    """What attention keeps of ``gathered`` for its backward is dropped and gathered from ``sources`` once more there.
+
+    Keys along all paths are several times the keys of the tree; kept, they would be what a tree costs more memory than its
+    share of the rows. ``gathered[i]`` is ``sources[i].index_select(2, index)``; views of it may be cut along dimension 2
+    and may have their first dimension taken off and the next two swapped, as variable-length kernels want it.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if not torch.is_grad_enabled() or top is None or top(True) is not None:
+        # Hooks replace outer ones: gradient checkpointing, which keeps nothing of a layer anyway, must stay in charge.
+        yield
+        return
+    of = {new.untyped_storage().data_ptr(): old.detach() for old, new in zip(sources, gathered)}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        source = of.get(tensor.untyped_storage().data_ptr())
+        if source is None:
+            return tensor
+        (_, heads, _, width), length = source.shape, len(index)
+        start = tensor.storage_offset() // width
+        layout = tuple(tensor.stride())
+        if tensor.dim() == 4 and layout[1:] == (length * width, width, 1):
+            if (*tensor.shape[:2], tensor.shape[3]) == (1, heads, width):
+                return source, start, tensor.shape[2], False
+        elif tensor.dim() == 3 and layout == (width, length * width, 1) and tensor.shape[1:] == (heads, width):
+            return source, start, tensor.shape[0], True
+        return tensor  # some other view of it, as torch's plain attention makes
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        source, start, length, flat = packed
+        again = source.index_select(2, index[start : start + length])
+        return again[0].transpose(0, 1) if flat else again
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:

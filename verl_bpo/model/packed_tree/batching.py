@@ -1,8 +1,9 @@
-"""Micro-batches that keep a tree's rows together."""
+"""Ranks, mini-batches and micro-batches that keep a tree's rows together."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,49 @@ def plan_micro_batches(
     while len(bins) < count:
         _split_largest(bins)
     return [sorted(row for unit in units for row in unit.rows) for units in bins]
+
+
+def place_rows(
+    rows: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor,
+    trees: Sequence[Hashable],
+    cells: int,
+    slack: float = 1.25,
+) -> list[list[int]]:
+    """Row numbers of each cell, a mini-batch of one rank: trees whole as far as they fit, equal work everywhere.
+
+    A cell takes at most ``slack`` times its equal share of the rows. A tree that finds no room is cut between neighbouring
+    branches, and so is the largest cell's content where a cell would stay empty. To make the cells equally long, pad them
+    to the longest.
+
+    Args:
+        rows: token ids, as for :func:`trie.pack_rows`.
+        trees: a key for each row that says which tree it belongs to.
+        cells: ranks times mini-batches.
+    """
+    tokens, offsets = _flatten(rows)
+    share = max(1, len(trees) // cells)
+    room = math.ceil(slack * len(trees) / cells)
+    waiting = sorted(_units(tokens, offsets, trees, int(offsets[-1])), key=lambda u: -u.unique)
+    placed: list[list[int]] = [[] for _ in range(cells)]
+    work = [0] * cells
+    while waiting:
+        unit = waiting.pop(0)
+        fitting = [c for c in range(cells) if len(placed[c]) + len(unit.rows) <= room]
+        if fitting:
+            cell = min(fitting, key=lambda c: (work[c], len(placed[c])))
+        else:
+            cell = min(range(cells), key=lambda c: len(placed[c]))
+            unit, rest = unit.cut(min(share, room - len(placed[cell])))
+            waiting.insert(0, rest)
+        placed[cell] += unit.rows
+        work[cell] += unit.unique
+    for cell in placed:
+        if not cell:
+            largest = max(placed, key=len)
+            half = math.ceil(len(largest) / 2)
+            cell += largest[half:]
+            del largest[half:]
+    return placed
 
 
 def _units(tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], max_tokens: int) -> list[_Unit]:

@@ -65,13 +65,6 @@ class PackedTree:
         """Values of packed tokens (N, ...) on the rows' tokens (T, ...); gradients of copies add up."""
         return values.index_select(0, self.row_index)
 
-    def metrics(self) -> dict[str, float]:
-        return {
-            "packed/unique_tokens": self.unique_tokens,
-            "packed/total_tokens": self.total_tokens,
-            "packed/compute_ratio": self.compute_ratio,
-        }
-
 
 def sort_rows(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lexicographic order of rows, and each row's common prefix with the one before it in that order.
