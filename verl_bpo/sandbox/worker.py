@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -31,6 +30,7 @@ from verl_bpo.sandbox.base import (
 )
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.replay import ReplaySandbox
+from verl_bpo.sandbox.scratch import Scratch
 
 BACKENDS: dict[str, type[Sandbox]] = {"memory": MemorySandbox, "replay": ReplaySandbox}
 
@@ -160,12 +160,12 @@ class ProcessWorker:
         self._connection, theirs = Pipe()
         lifeline, ours = os.pipe()
         self._lifeline = os.fdopen(ours, "wb", buffering=0)  # closed by this process's end, however that comes
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-bpo-world-", ignore_cleanup_errors=True)
+        self._scratch = Scratch("world")
         self._stopped = False
         with theirs, os.fdopen(lifeline, "rb", buffering=0):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(lifeline)],
-                env={**os.environ, "TMPDIR": self._folder.name},  # a killed environment can't tidy up
+                env={**os.environ, "TMPDIR": str(self._scratch.folder)},  # a killed environment can't tidy up
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,  # a Ctrl-C is for this process; and the whole group can be killed at once
@@ -210,7 +210,7 @@ class ProcessWorker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone (macOS: a zombie)
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def _death(self) -> str:
         try:
