@@ -51,7 +51,7 @@ def pid_of(sandbox):
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-@pytest.mark.parametrize("backend", ["memory", "replay"])
+@pytest.mark.parametrize("backend", ["memory", "fork", "replay"])
 @pytest.mark.parametrize("name", ["Diary", "SavingDiary"])
 def test_branches_are_independent_whatever_the_backend_and_isolation(name, backend, isolation):
     with make_pool(name, backend=backend, isolation=isolation) as pool, pool.open() as host:

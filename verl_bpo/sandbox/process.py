@@ -30,7 +30,7 @@ class SandboxPool:
     Args:
         env: name of the environment, see :func:`verl_bpo.envs.load_environment`.
         env_kwargs: arguments of its constructor.
-        backend: ``memory`` or ``replay``.
+        backend: ``memory``, ``fork`` or ``replay``.
         size: most worlds open at once; :meth:`open` waits for a free place.
         step_timeout: seconds that an action, a snapshot or one fork may take.
         reset_timeout: seconds that opening a task, or starting a process, may take.
@@ -157,7 +157,7 @@ class SandboxHost:
     def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]:
         """A sandbox in the task's initial state, and what is seen there.
 
-        With the ``memory`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
+        Except with the ``replay`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
 
         Raises:
             TaskError: the task can't be opened.
