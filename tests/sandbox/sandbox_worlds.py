@@ -55,6 +55,17 @@ class SavingDiary(Diary):
         self.actions = list(state)
 
 
+class HeavyState(tuple):
+    nbytes = 1000
+
+
+class HeavyDiary(SavingDiary):
+    """Its states say how large they are."""
+
+    def save_state(self):
+        return HeavyState(self.actions)
+
+
 class Uncopyable(Diary):
     def __init__(self, log=None):
         super().__init__(log)

@@ -138,11 +138,14 @@ class EnvConfig:
     """Seconds an action may take."""
     reset_timeout: float = 300.0
     """Seconds opening a task may take."""
+    snapshot_mb: int = 4096
+    """MiB that one tree's snapshots may take, as far as their size is known. Above it those used least recently are
+    forgotten, and played again if a fork needs them."""
 
     def __post_init__(self) -> None:
         _one_of("bpo.env.backend", self.backend, ("memory", "fork", "replay"))
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
-        for key in ("max_turns", "max_action_tokens", "workers"):
+        for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)
 
 
