@@ -27,10 +27,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _make_games(arguments: argparse.Namespace) -> int:
-    from verl_bpo.envs.make_games import make_textworld_games
+    if arguments.kind == "repair":
+        from verl_bpo.envs.make_repairs import make_repairs as make
+    else:
+        from verl_bpo.envs.make_games import make_textworld_games as make
 
     counts = {"train": arguments.train, "valid": arguments.valid}
-    make_textworld_games(arguments.out, counts, seed=arguments.seed, level=arguments.level)
+    make(arguments.out, counts, seed=arguments.seed, level=arguments.level)
     return 0
 
 
@@ -108,11 +111,14 @@ def parser() -> argparse.ArgumentParser:
 
     add("config", _config, "print every bpo.* key with its default and meaning")
 
-    games = add("make-games", _make_games, "make solvable TextWorld games, the same for the same seed")
+    games = add("make-games", _make_games, "make solvable games or repair tasks, the same for the same seed")
+    games.add_argument("--kind", choices=("textworld", "repair"), default="textworld", help="default textworld")
     games.add_argument("out", type=Path, help="folder for train/ and valid/")
     games.add_argument("--train", type=int, default=64, help="number of training games (default 64)")
     games.add_argument("--valid", type=int, default=32, help="number of held-out games (default 32)")
-    games.add_argument("--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1)")
+    games.add_argument(
+        "--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1); repair has 1 to 3"
+    )
     games.add_argument("--seed", type=int, default=0)
 
     data = add("make-data", _make_data, "write a split's tasks as a verl prompt file (parquet)")

@@ -36,7 +36,7 @@ def test_presets_are_complete_and_valid():
         ({"budget": {"limit": 2}, "branch": {"root_samples": 4}}, "less than bpo.branch.root_samples=4"),
         ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, guided"),
         ({"prompt": {"template": "xml"}}, "prompt.template='xml' is not one of bare, think_action"),
-        ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, replay"),
+        ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, fork, replay"),
     ],
 )
 def test_a_bad_key_is_named_with_what_would_be_right(user, message):

@@ -2,8 +2,11 @@
 
 import ctypes
 import os
+import random
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, TaskError
@@ -50,6 +53,17 @@ class SavingDiary(Diary):
     def load_state(self, state):
         self.note("load")
         self.actions = list(state)
+
+
+class HeavyState(tuple):
+    nbytes = 1000
+
+
+class HeavyDiary(SavingDiary):
+    """Its states say how large they are."""
+
+    def save_state(self):
+        return HeavyState(self.actions)
 
 
 class Uncopyable(Diary):
@@ -139,3 +153,36 @@ class Hostile(Diary):
         import tempfile
 
         return Observation(tempfile.mkdtemp())
+
+
+class Machine(Diary):
+    """State that no copy can hold: a generator, the process's own random numbers, an open file."""
+
+    def __init__(self, log=None, path=None):
+        super().__init__(log)
+        self.file = open(path) if path else None  # noqa: SIM115 (held open on purpose)
+
+    def reset(self, task, seed=0):
+        random.seed(seed)
+        self.numbers = (i * i for i in range(1000))
+        return super().reset(task, seed)
+
+    def step(self, action):
+        if action == "thread":
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        elif action == "child":
+            self.child = subprocess.Popen(["sleep", "1000"])
+        elif action == "connection":
+            self.pair = socket.socketpair()
+        elif action == "exit":
+            os._exit(3)
+        elif action == "pid":
+            return Observation(str(os.getpid()))
+        elif action == "read":
+            return Observation(self.file.readline())
+        elif action == "big":
+            self.heap = [bytearray(1 << 20) for _ in range(64)]
+        elif action == "run":
+            return Observation(str(subprocess.run(["sh", "-c", "exit 5"]).returncode))
+        super().step(action)
+        return Observation(f"{next(self.numbers)} {random.random():.6f} {len(self.actions)}")

@@ -191,3 +191,17 @@ def test_a_closed_or_unopened_sandbox_says_so():
     sandbox.close()
     with pytest.raises(SandboxError, match="closed"):
         sandbox.reset("t")
+
+
+def test_what_cant_be_copied_is_named():
+    class Holder(Diary):
+        def reset(self, task, seed=0):
+            self.stream = (i for i in range(3))
+            return super().reset(task, seed)
+
+    sandbox = MemorySandbox(Holder())
+    sandbox.reset("t")
+    with pytest.raises(
+        SnapshotUnsupported, match=r"its attribute stream \(generator\) fails with TypeError.*fork or replay"
+    ):
+        sandbox.snapshot()

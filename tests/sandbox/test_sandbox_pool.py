@@ -51,7 +51,7 @@ def pid_of(sandbox):
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-@pytest.mark.parametrize("backend", ["memory", "replay"])
+@pytest.mark.parametrize("backend", ["memory", "fork", "replay"])
 @pytest.mark.parametrize("name", ["Diary", "SavingDiary"])
 def test_branches_are_independent_whatever_the_backend_and_isolation(name, backend, isolation):
     with make_pool(name, backend=backend, isolation=isolation) as pool, pool.open() as host:
@@ -320,3 +320,21 @@ def test_no_process_outlives_its_parent(how, tmp_path):
     parent.wait(timeout=20)
     assert wait_until_gone(pids) == []
     parent.stdout.close()
+
+
+def test_the_snapshots_used_least_recently_make_room(tmp_path):
+    with make_pool("HeavyDiary", {"log": str(tmp_path / "log")}, snapshot_bytes=3500) as pool, pool.open() as host:
+        trunk, _ = host.reset("t")
+        snapshots = []
+        for word in "abcde":
+            trunk.step(word)
+            if len(snapshots) == 3:
+                snapshots[0].fork(1)  # so it isn't the one to go
+            snapshots.append(trunk.snapshot())
+        assert snapshots[0].nbytes == 1000 and host.evictions == 2
+        before = (tmp_path / "log").read_text().count("load")
+        texts = [snapshot.fork(1)[0].step("x").text for snapshot in snapshots]
+        assert texts == [f"t/0 {' '.join('abcde'[: i + 1])} x" for i in range(5)]
+        assert (tmp_path / "log").read_text().count("load") > before
+        snapshots[0].release()
+        assert len(host._kept) <= 3 and host.recoveries == 0

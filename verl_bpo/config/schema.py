@@ -133,7 +133,8 @@ class EnvConfig:
     max_action_tokens: int = 64
     """Longest action in tokens."""
     backend: str = "memory"
-    """How a world is snapshot: ``memory`` (its own save/load or a deep copy) or ``replay`` (its actions played again)."""
+    """How a world is snapshot: ``memory`` (its own save/load or a deep copy), ``fork`` (its process) or ``replay`` (its
+    actions played again)."""
     isolation: str = "process"
     """``process``: worlds live in child processes that may crash or hang alone. ``none``: in the rollout worker."""
     workers: int = 2
@@ -142,11 +143,14 @@ class EnvConfig:
     """Seconds an action may take."""
     reset_timeout: float = 300.0
     """Seconds opening a task may take."""
+    snapshot_mb: int = 4096
+    """MiB that one tree's snapshots may take, as far as their size is known. Above it those used least recently are
+    forgotten, and played again if a fork needs them."""
 
     def __post_init__(self) -> None:
-        _one_of("bpo.env.backend", self.backend, ("memory", "replay"))
+        _one_of("bpo.env.backend", self.backend, ("memory", "fork", "replay"))
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
-        for key in ("max_turns", "max_action_tokens", "workers"):
+        for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)
 
 

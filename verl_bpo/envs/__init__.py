@@ -39,6 +39,11 @@ _BUILT_IN = {
         "WebShop: shopping on simulated pages; set WEBSHOP_DATA to the benchmark's data folder",
         "pip install verl_bpo[webshop]",
     ),
+    "repair": _Entry(
+        "verl_bpo.envs.repair:RepairEnvironment",
+        "small broken Python packages, repaired by shell commands; make some with `verl-bpo make-games --kind repair`",
+        "apt-get install bubblewrap",
+    ),
 }
 
 ENVIRONMENTS: dict[str, str] = {name: entry.description for name, entry in _BUILT_IN.items()}

@@ -49,6 +49,7 @@ class _Shared:
                 step_timeout=spec.step_timeout,
                 reset_timeout=spec.reset_timeout,
                 isolation=spec.isolation,
+                snapshot_bytes=spec.snapshot_mb << 20,
             )
         return self.pools[env]
 

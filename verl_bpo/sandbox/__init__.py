@@ -12,6 +12,7 @@ from verl_bpo.sandbox.base import (
     SnapshotUnsupported,
     TaskError,
 )
+from verl_bpo.sandbox.fork import ForkSandbox, Nursery
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.process import SandboxHost, SandboxPool
 from verl_bpo.sandbox.replay import ReplaySandbox
@@ -19,7 +20,9 @@ from verl_bpo.sandbox.replay import ReplaySandbox
 __all__ = [
     "Capabilities",
     "Environment",
+    "ForkSandbox",
     "MemorySandbox",
+    "Nursery",
     "Observation",
     "ReplaySandbox",
     "Sandbox",

@@ -17,7 +17,7 @@ from verl_bpo.sandbox.base import (
 )
 
 _ADVICE = (
-    "implement save_state and load_state, or use bpo.env.backend=replay, or do without branches "
+    "implement save_state and load_state, or use bpo.env.backend=fork or replay, or do without branches "
     "(bpo.branch.selector=none)"
 )
 
@@ -145,6 +145,7 @@ class MemorySnapshot(Snapshot):
     def __init__(self, world: _World, saved: Any) -> None:
         self._world, self._saved = world, saved
         self._released = False
+        self.nbytes = getattr(saved, "nbytes", None)
         world.enter()
 
     def fork(self, count: int = 1) -> list[Sandbox | Exception]:
@@ -212,6 +213,16 @@ class _World:
             return copy.deepcopy(environment)
         except Exception as error:
             raise SnapshotUnsupported(
-                f"{type(environment).__name__} has no save_state and can't be deep-copied "
-                f"({type(error).__name__}: {error}): {_ADVICE}"
+                f"{type(environment).__name__} has no save_state and can't be deep-copied: {_what_fails(environment)}"
+                f"{type(error).__name__}: {error}: {_ADVICE}"
             ) from error
+
+
+def _what_fails(environment: Environment) -> str:
+    """The attribute that can't be copied, to be named in an error; nothing where none fails by itself."""
+    for name, value in vars(environment).items():
+        try:
+            copy.deepcopy(value)
+        except Exception:
+            return f"its attribute {name} ({type(value).__name__}) fails with "
+    return ""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, SandboxError, Snapshot
@@ -30,11 +30,13 @@ class SandboxPool:
     Args:
         env: name of the environment, see :func:`verl_bpo.envs.load_environment`.
         env_kwargs: arguments of its constructor.
-        backend: ``memory`` or ``replay``.
+        backend: ``memory``, ``fork`` or ``replay``.
         size: most worlds open at once; :meth:`open` waits for a free place.
         step_timeout: seconds that an action, a snapshot or one fork may take.
         reset_timeout: seconds that opening a task, or starting a process, may take.
         isolation: ``process``, or ``none``: worlds live in this process; timeouts and crashes aren't caught then.
+        snapshot_bytes: what the snapshots of one world may take together, as far as the backend knows their size. Above
+            it those that weren't used for longest are forgotten; a fork of one plays its actions again. None: any.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SandboxPool:
         step_timeout: float = 60.0,
         reset_timeout: float = 300.0,
         isolation: str = "process",
+        snapshot_bytes: int | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
@@ -53,6 +56,7 @@ class SandboxPool:
             raise ValueError(f"isolation={isolation!r}: use 'process' or 'none'")
         self.env, self.backend, self.isolation = env, backend, isolation
         self.step_timeout, self.reset_timeout = step_timeout, reset_timeout
+        self.snapshot_bytes = snapshot_bytes
         self._spec = (env, dict(env_kwargs or {}), backend)
         self._places = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
@@ -153,11 +157,15 @@ class SandboxHost:
         """Counts the processes that this world has lived in."""
         self.recoveries = 0
         """Fresh processes that were started because one had died."""
+        self.evictions = 0
+        """Snapshots that were forgotten to stay within the pool's ``snapshot_bytes``."""
+        self._kept: OrderedDict[_HostedSnapshot, int] = OrderedDict()
+        """Snapshots that the worker holds and their bytes, the one used last at the end."""
 
     def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]:
         """A sandbox in the task's initial state, and what is seen there.
 
-        With the ``memory`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
+        Except with the ``replay`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
 
         Raises:
             TaskError: the task can't be opened.
@@ -197,9 +205,20 @@ class SandboxHost:
             self._worker = self._pool._take()
             self.recoveries += 1
 
+    def _keep(self, snapshot: _HostedSnapshot) -> None:
+        """Note that a snapshot is used now, and make room for it."""
+        self._kept[snapshot] = snapshot.nbytes or 0
+        self._kept.move_to_end(snapshot)
+        limit = self._pool.snapshot_bytes
+        while limit is not None and len(self._kept) > 1 and sum(self._kept.values()) > limit:
+            oldest, _ = self._kept.popitem(last=False)
+            oldest._evict()
+            self.evictions += 1
+
     def _lose_worker(self) -> None:
         self._pool._discard(self._worker)
         self._worker = None
+        self._kept.clear()
         self.generation += 1
 
     def _call(self, operation: str, *args: Any, timeout: float) -> Any:
@@ -318,6 +337,7 @@ class _HostedSnapshot(Snapshot):
         self._generation = host.generation
         self._released = False
         self.nbytes = nbytes
+        host._keep(self)
 
     def fork(self, count: int) -> list[Sandbox | Exception]:
         host, pool = self._host, self._host._pool
@@ -345,7 +365,12 @@ class _HostedSnapshot(Snapshot):
     def release(self) -> None:
         if not self._released:
             self._released = True
+            self._host._kept.pop(self, None)
             self._host._garbage.append(self._key)
+
+    def _evict(self) -> None:
+        self._host._garbage.append(self._key)
+        self._generation = -1  # of no process: a fork builds it anew
 
     def _wake(self) -> None:
         host = self._host
@@ -356,6 +381,7 @@ class _HostedSnapshot(Snapshot):
             host._call("snapshot", branch, key, timeout=host._pool.step_timeout)
             host._garbage.append(branch)
             self._key, self._generation = key, host.generation
+        host._keep(self)
 
 
 def _stop_all(workers: set[_Worker]) -> None:

@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -29,10 +28,12 @@ from verl_bpo.sandbox.base import (
     SnapshotUnsupported,
     TaskError,
 )
+from verl_bpo.sandbox.fork import ForkSandbox, Nursery
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.replay import ReplaySandbox
+from verl_bpo.sandbox.scratch import Scratch
 
-BACKENDS: dict[str, type[Sandbox]] = {"memory": MemorySandbox, "replay": ReplaySandbox}
+BACKENDS: dict[str, type[Sandbox]] = {"memory": MemorySandbox, "fork": ForkSandbox, "replay": ReplaySandbox}
 
 _ERRORS: dict[str, type[SandboxError]] = {
     cls.__name__: cls for cls in (SandboxError, SandboxCrashed, SandboxTimeout, SnapshotUnsupported, TaskError)
@@ -47,11 +48,17 @@ class _Server:
         self._initial: dict[tuple[str, int], tuple[Snapshot, Observation]] = {}
         self._spare: Environment | None = None
         """The environment that :meth:`open` made to try the arguments, until it is used."""
+        self._nursery: Nursery | None = None
+        """Of the ``fork`` backend: where the environment was made, for all trees."""
 
     def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> None:
         from verl_bpo.envs import EnvironmentUnavailable, load_environment  # envs imports this package
 
-        self._class, self._kwargs, self._backend = load_environment(env), env_kwargs, backend
+        self._backend = backend
+        if backend == "fork":
+            self._nursery = Nursery(env, env_kwargs)
+            return
+        self._class, self._kwargs = load_environment(env), env_kwargs
         try:
             self._spare = self._class(**env_kwargs)
         except Exception as error:
@@ -66,10 +73,10 @@ class _Server:
             if isinstance(sandbox, Exception):
                 raise sandbox
         else:
-            sandbox = ReplaySandbox(self._make) if self._backend == "replay" else MemorySandbox(self._make())
+            sandbox = self._new_sandbox()
             try:
                 observation = sandbox.reset(task, seed)
-                if self._backend == "memory":
+                if self._backend != "replay":
                     self._keep(sandbox, task, seed, observation)
             except BaseException:
                 sandbox.close()
@@ -118,6 +125,11 @@ class _Server:
         with contextlib.suppress(SnapshotUnsupported):
             self._initial[task, seed] = sandbox.snapshot(), observation
 
+    def _new_sandbox(self) -> Sandbox:
+        if self._nursery is not None:
+            return self._nursery.branch()
+        return ReplaySandbox(self._make) if self._backend == "replay" else MemorySandbox(self._make())
+
     def _make(self) -> Environment:
         environment, self._spare = self._spare, None
         return environment if environment is not None else self._class(**self._kwargs)
@@ -146,7 +158,8 @@ class LocalWorker:
         return True
 
     def stop(self) -> None:
-        pass
+        if self.server._nursery is not None:
+            self.server._nursery.close()
 
 
 class ProcessWorker:
@@ -160,12 +173,12 @@ class ProcessWorker:
         self._connection, theirs = Pipe()
         lifeline, ours = os.pipe()
         self._lifeline = os.fdopen(ours, "wb", buffering=0)  # closed by this process's end, however that comes
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-bpo-world-", ignore_cleanup_errors=True)
+        self._scratch = Scratch("world")
         self._stopped = False
         with theirs, os.fdopen(lifeline, "rb", buffering=0):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(lifeline)],
-                env={**os.environ, "TMPDIR": self._folder.name},  # a killed environment can't tidy up
+                env={**os.environ, "TMPDIR": str(self._scratch.folder)},  # a killed environment can't tidy up
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,  # a Ctrl-C is for this process; and the whole group can be killed at once
@@ -194,7 +207,7 @@ class ProcessWorker:
             kind, *content = pickle.loads(answer)
         except Exception as error:
             raise SandboxError(
-                f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {_PLAIN}"
+                f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
             ) from error
         if kind == "ok":
             return content[0]
@@ -210,7 +223,7 @@ class ProcessWorker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone (macOS: a zombie)
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._folder.cleanup()
+        self._scratch.close()
 
     def _death(self) -> str:
         try:
@@ -221,7 +234,7 @@ class ProcessWorker:
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-_PLAIN = "keep Observation.info to plain values"
+PLAIN = "keep Observation.info to plain values"
 
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from verl_bpo.sandbox.worker import serve; "
@@ -249,7 +262,7 @@ def serve(connection_fd: int, lifeline: int) -> None:
         try:
             data = pickle.dumps(answer)
         except Exception as error:
-            problem = f"the answer to {operation} can't be sent ({type(error).__name__}: {error}): {_PLAIN}"
+            problem = f"the answer to {operation} can't be sent ({type(error).__name__}: {error}): {PLAIN}"
             data = pickle.dumps(("error", "SandboxError", problem))
         connection.send_bytes(data)
 

