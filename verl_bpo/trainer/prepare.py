@@ -42,8 +42,11 @@ def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def prepare(config: DictConfig) -> BPOConfig:
+def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     """Complete ``config`` in place.
+
+    Args:
+        cpu: complete it for a machine without an accelerator; None: if this is one.
 
     Raises:
         ConfigError: keys that are unknown, out of range or contradict each other.
@@ -67,7 +70,7 @@ def prepare(config: DictConfig) -> BPOConfig:
         _environment(config, "VERL_BPO_ENTROPY", "1")
         if config.algorithm.adv_estimator == "sapo":
             _use_value_readout(config, resolved)
-        if on_cpu():
+        if on_cpu() if cpu is None else cpu:
             adjusted = cpu_defaults(config)
             if adjusted:
                 print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
