@@ -13,6 +13,10 @@ from verl_bpo import __version__
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        from verl_bpo.dry_run import main as dry_run
+
+        return dry_run(arguments.overrides, arguments.gpu_memory)
     from verl_bpo.trainer.main import main
 
     sys.argv = ["verl-bpo train", *arguments.overrides]
@@ -104,6 +108,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", help="Hydra overrides, such as bpo.preset=guided, and Hydra's own options"
     )
+    train.add_argument(
+        "--dry-run", action="store_true", help="only check the overrides, or recipes (*.sh), and estimate their costs"
+    )
+    train.add_argument("--gpu-memory", type=float, default=80.0, help="GiB a GPU, for the estimate (default 80)")
 
     doctor = add("doctor", _doctor, "show versions, registrations, engines and environments; fails if a mode can't run")
     doctor.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
@@ -150,7 +158,9 @@ def main() -> int:
     if rest and arguments.command != "train":
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "train":  # Hydra reads its own options, such as --config-dir
-        arguments.overrides = sys.argv[sys.argv.index("train") + 1 :]
+        arguments.overrides = (
+            [*arguments.overrides, *rest] if arguments.dry_run else sys.argv[sys.argv.index("train") + 1 :]
+        )
     try:
         return arguments.run(arguments)
     except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:

@@ -47,8 +47,11 @@ def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def prepare(config: DictConfig) -> BPOConfig:
+def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     """Complete ``config`` in place.
+
+    Args:
+        cpu: complete it for a machine without an accelerator; None: if this is one.
 
     Raises:
         ConfigError: keys that are unknown, out of range or contradict each other.
@@ -79,7 +82,7 @@ def prepare(config: DictConfig) -> BPOConfig:
             _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
         if resolved.packed_tree.enable:
             _use_packed_trees(config, resolved)
-        if on_cpu():
+        if on_cpu() if cpu is None else cpu:
             adjusted = cpu_defaults(config)
             if adjusted:
                 print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")

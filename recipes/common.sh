@@ -1,0 +1,59 @@
+# Sourced by every recipe: `train ENVIRONMENT OVERRIDES...` writes the prompt files that are missing and starts the trainer.
+#   DATA=data/ENVIRONMENT   (runs/smoke/ENVIRONMENT) folder of the prompt files
+#   SMOKE=1                 the same recipe with a tiny model for two steps, on a CPU
+# `verl-bpo train --dry-run RECIPE` runs a recipe with VERL_BPO_DRY_RUN=1, to read its overrides.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SMOKE=${SMOKE:-}
+
+# usage: prompts ENVIRONMENT SPLIT...
+prompts() {
+  local environment=$1 split
+  shift
+  for split in "$@"; do
+    [ -e "$DATA/$split.parquet" ] ||
+      verl-bpo make-data "$environment" "$DATA/$split.parquet" --split "$split" ${SMOKE:+--panel 4}
+  done
+}
+
+prepare_alfworld() {
+  if [ -n "$SMOKE" ]; then
+    verl-bpo make-games --kind alfworld "$DATA/games" --train 24 --valid 6
+    export ALFWORLD_DATA=$PWD/$DATA/games
+  fi
+  prompts alfworld train valid_seen valid_unseen
+}
+
+prepare_webshop() {
+  prompts webshop train test
+}
+
+# A policy of a few thousand weights, with a tokenizer of its own, that has seen a handful of expert episodes.
+tiny_model() {
+  verl-bpo warmstart --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
+    --hidden-size 32 --heads 2 --template think_action --list-actions --context window --window-turns 2
+}
+
+train() {
+  local environment=$1 smoke=()
+  shift
+  DATA=${DATA:-$([ -n "$SMOKE" ] && echo runs/smoke || echo data)/$environment}
+  if [ -n "$SMOKE" ]; then
+    smoke=(
+      actor_rollout_ref.model.path="$DATA/model" data.train_batch_size=2 bpo.updates_per_step=1
+      actor_rollout_ref.rollout.tensor_model_parallel_size=1 trainer.n_gpus_per_node=1 trainer.nnodes=1
+      bpo.env.max_turns=3 bpo.env.max_action_tokens=16 bpo.env.workers=2 trainer.total_training_steps=2
+      trainer.val_before_train=false trainer.test_freq=2 trainer.save_freq=-1 trainer.resume_mode=disable
+      actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 data.dataloader_num_workers=0
+    )
+    export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+  fi
+  set -- --config-dir recipes/config --config-name "$environment" root="$DATA" "$@" "${smoke[@]}"
+  if [ -n "${VERL_BPO_DRY_RUN:-}" ]; then
+    printf '%s\0' "$@"
+    exit
+  fi
+  "prepare_$environment"
+  [ -z "$SMOKE" ] || tiny_model "$environment"
+  exec verl-bpo train "$@"
+}

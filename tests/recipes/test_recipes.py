@@ -1,0 +1,110 @@
+"""Every recipe, checked as `verl-bpo train --dry-run` does, and what the recipes promise together."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_bpo.dry_run import dry_run, recipe_arguments, render
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("recipes/*/*/run_*.sh"))
+METHODS = {"bpo": "bpo", "sapo": "sapo", "grpo": "grpo", "rloo": "rloo", "ppo": "gae"}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """One dry run a recipe."""
+    return {recipe: dry_run(recipe_arguments(f"{REPOSITORY}/{recipe}"), 80.0, REPOSITORY) for recipe in RECIPES}
+
+
+def test_every_promised_recipe_is_there():
+    models = {"qwen2.5_1.5b": METHODS, "qwen2.5_7b": METHODS, "llama3.1_8b": ("bpo", "grpo", "rloo")}
+    promised = {
+        f"recipes/{method}/{environment}/run_{model}.sh"
+        for model, methods in models.items()
+        for method in methods
+        for environment in ("alfworld", "webshop")
+    }
+    assert set(RECIPES) == promised
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_sound_and_fits_its_gpus(reports, recipe):
+    report = reports[recipe]
+    assert report.problems == []
+    assert report.memory.peak < 72  # of 80 GiB: an estimate needs a margin
+    assert report.memory.kv_tokens > 64 * (2048 + 512)  # enough for long requests side by side
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_what_its_path_says(reports, recipe):
+    _, method, environment, script = recipe.split("/")
+    config = reports[recipe].config
+    assert config.algorithm.adv_estimator == METHODS[method]
+    assert config.bpo.env.name == environment
+    name = f"{method}_{environment}_{script.removeprefix('run_').removesuffix('.sh')}"
+    assert config.trainer.experiment_name == name
+    model = config.actor_rollout_ref.model.path.lower().replace("-", "").replace("/", "")
+    assert all(part in model for part in name.split("_")[2:])
+
+
+@pytest.mark.parametrize("environment", ["alfworld", "webshop"])
+def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(reports, environment):
+    """Equal environment steps in all, trajectories a step, updates a step, limits, prompts and KL."""
+    chosen = [report for recipe, report in reports.items() if recipe.split("/")[2] == environment]
+    assert len({report.most.trajectories for report in chosen}) == 1
+    for key in ("max_env_steps", "updates_per_step", "seed"):
+        assert len({report.config.bpo[key] for report in chosen}) == 1
+    for key in ("env", "prompt"):
+        assert len({str(report.config.bpo[key]) for report in chosen}) == 1
+    for key in ("kl_loss_coef", "use_kl_loss", "ppo_epochs", "loss_agg_mode", "optim"):
+        assert len({str(report.config.actor_rollout_ref.actor[key]) for report in chosen}) == 1
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen2.5_1.5b" in recipe])
+def test_the_smoke_mode_of_a_recipe_is_sound_too(monkeypatch, recipe):
+    monkeypatch.setenv("SMOKE", "1")
+    report = dry_run(recipe_arguments(f"{REPOSITORY}/{recipe}"), 80.0, REPOSITORY)
+    assert report.problems == []
+    assert report.config.trainer.total_training_steps == 2
+    assert report.config.actor_rollout_ref.model.path.startswith("runs/smoke/")
+
+
+def test_missing_data_is_named_with_the_command_that_makes_it(monkeypatch):
+    monkeypatch.setenv("DATA", "nowhere")
+    report = dry_run(recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh"), 80.0, REPOSITORY)
+    commands = [text.partition(": verl-bpo ")[2] for text in report.missing]
+    assert commands == [
+        f"make-data alfworld nowhere/{split}.parquet --split {split}"
+        for split in ("train", "valid_seen", "valid_unseen")
+    ]
+    assert render(report).splitlines()[-1].startswith("missing: data.val_files")
+
+
+@pytest.mark.parametrize(
+    "override, problem",
+    [
+        ("bpo.budjet.limit=4", "budjet"),
+        ("+bpo.budjet.limit=4", "unknown key bpo.budjet: did you mean bpo.budget?"),
+        ("+trainer.tset_freq=5", "unknown key trainer.tset_freq: did you mean trainer.test_freq?"),
+        ("+actor_rollout_ref.actor.optim.learning_rate=1", "unknown key actor_rollout_ref.actor.optim.learning_rate"),
+        ("+dta.train_batch_size=3", "unknown key dta: did you mean data?"),
+        ("bpo.branch.forks=0", "bpo.branch.forks=0 must be at least 1"),
+        ("bpo.updates_per_step=64", "bpo.updates_per_step=64 is more than data.train_batch_size=16"),
+        ("actor_rollout_ref.actor.loss_agg_mode=mean", "Invalid loss_agg_mode"),
+        ("bpo.env.max_turns=many", "bpo.env.max_turns='many' must be int"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(override, problem):
+    report = dry_run(
+        recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh", [override]), 80.0, REPOSITORY
+    )
+    assert len(report.problems) == 1 and problem in report.problems[0]
+
+
+def test_a_key_misspelt_in_a_yaml_file_is_found(tmp_path):
+    text = (REPOSITORY / "recipes/config/base.yaml").read_text().replace("test_freq", "test_frequency")
+    (tmp_path / "base.yaml").write_text(text)
+    (tmp_path / "alfworld.yaml").write_text((REPOSITORY / "recipes/config/alfworld.yaml").read_text())
+    report = dry_run(["--config-dir", str(tmp_path), "--config-name", "alfworld"])
+    assert report.problems == ["unknown key trainer.test_frequency: did you mean trainer.test_freq?"]
