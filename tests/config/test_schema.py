@@ -68,3 +68,22 @@ def test_the_yaml_lists_every_key_and_no_other():
 
 def test_every_key_says_what_it_means():
     assert [key for key, _, meaning in config_table() if not meaning] == []
+
+
+def test_guided_goes_by_values_where_rollouts_know_them():
+    keys = lambda config: (config.branch.score, config.branch.trunk)  # noqa: E731
+    assert keys(build({}, "guided")) == ("entropy", "success")
+    assert keys(build({}, "guided", values=True)) == ("value", "any")
+    assert keys(build({"branch": {"score": "entropy_value"}}, "guided")) == ("entropy_value", "any")
+    assert keys(build({"branch": {"score": "entropy", "trunk": "success"}}, "guided", values=True)) == (
+        "entropy",
+        "success",
+    )
+    assert keys(build({}, "paper", values=True)) == ("entropy", "any")
+
+
+def test_a_value_depends_on_the_state_alone():
+    branch = {"selector": "quantile", "entropy_tokens": "all"}
+    assert not build({"branch": branch}, "paper").branch.state_only
+    assert build({"branch": {**branch, "score": "value"}}, "paper").branch.state_only
+    assert not build({"branch": {**branch, "score": "entropy_value"}}, "paper").branch.state_only

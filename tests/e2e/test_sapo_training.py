@@ -92,6 +92,26 @@ def test_on_trees_of_several_rollouts_each_shared_turn_counts_once(letters):
 
 
 @pytest.mark.parametrize(
+    "estimator, overrides",
+    [
+        ("sapo", ["bpo.preset=guided", "bpo.branch.root_samples=2"]),
+        ("bpo", ["bpo.preset=paper", "bpo.branch.selector=quantile", "bpo.branch.share=0.6", "bpo.branch.score=value"]),
+    ],
+)
+def test_trees_branch_by_the_values_that_the_policy_reads(letters, estimator, overrides):
+    steps = train(
+        letters, f"value-guided-{estimator}", *SAPO, *LETTERS[:2], *overrides, f"algorithm.adv_estimator={estimator}",
+        "bpo.budget.limit=6", "trainer.total_training_steps=2",
+    )  # fmt: skip
+    assert_same_policy_in_engine_and_trainer(steps)
+    for metrics in steps:
+        assert metrics["tree/leaves"] == 6 and metrics["tree/forks"] > 0 and metrics["sapo/v_loss"] > 0
+        assert metrics["sapo/rollout_value_diff"] < 1e-4  # rollout and trainer read the same states by the same heads
+        assert ("bpo/advantage_std" in metrics) == (estimator == "bpo")
+    assert steps[0]["tree/value_elsewhere"] == 0 != steps[1]["tree/value_elsewhere"]
+
+
+@pytest.mark.parametrize(
     "override, message",
     [
         ("bpo.sapo.lam=2", r"bpo.sapo.lam=2.0 must lie in [0, 1]"),

@@ -380,3 +380,16 @@ def test_closing_ends_what_is_in_flight(model):
     future = submit(runner, prompts(1)[0], SamplingParams(max_tokens=450, ignore_eos=True))
     runner.close()
     assert future.result(timeout=0).stop_reason == "aborted"
+
+
+def test_with_a_value_head_each_prompt_gets_its_value(model):
+    head = torch.randn(model.config.hidden_size), torch.tensor(0.25)
+    batcher = ContinuousBatcher(model, [EOS], max_num_seqs=3, block_size=4)
+    asked = prompts(7, 6, 30)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 1, 3, 8, 2, 4, 6)]
+    assert {c.state_value for c in batcher.generate(asked, params)} == {None}
+    batcher.value_head = head
+    for prompt, completion in zip(asked, batcher.generate(asked, params)):
+        with torch.no_grad():
+            state = model.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        assert completion.state_value == pytest.approx(float(state @ head[0] + head[1]), abs=1e-5)

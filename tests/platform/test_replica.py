@@ -329,3 +329,27 @@ def test_a_replica_on_ray_gets_weights_from_its_adapter_and_generates(cluster, m
     torch.testing.assert_close(torch.tensor(output.log_probs), logprobs, atol=1e-4, rtol=0)
     torch.testing.assert_close(torch.tensor(output.extra_fields["token_entropy"]), entropies, atol=1e-4, rtol=0)
     assert output.extra_fields["global_steps"] == 2
+
+
+def test_a_value_readout_that_comes_with_the_weights_reads_every_prompt(server):
+    actor = tiny_model(tie_word_embeddings=True)
+    size = actor.config.hidden_size
+    heads = {
+        "value_readout.weight": torch.randn(2, size).numpy(),
+        "value_readout.bias": np.array([0.5, 9.0], np.float32),
+    }
+
+    async def run():
+        rollout = server()
+        await rollout.load_weights(
+            {**weights(actor), "value_readout.weight": heads["value_readout.weight"]}, last=False
+        )
+        await rollout.load_weights({"value_readout.bias": heads["value_readout.bias"]}, last=True)
+        prompt = prompts(1)[0]
+        return prompt, await rollout.generate(prompt, dict(SAMPLING), "r")
+
+    prompt, output = asyncio.run(run())
+    with torch.no_grad():
+        state = actor.base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    expected = float(state @ torch.tensor(heads["value_readout.weight"][0]) + 0.5)
+    assert output.extra_fields["state_value"] == pytest.approx(expected, abs=1e-5)

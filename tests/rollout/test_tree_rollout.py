@@ -85,15 +85,18 @@ class FakePrompter:
 class ScriptedPolicy:
     """Samples one letter; records its prompts."""
 
-    def __init__(self, letter, entropy=lambda number: 0.5):
-        self.letter, self.entropy, self.prompts = letter, entropy, []
+    def __init__(self, letter, entropy=lambda number: 0.5, value=lambda depth: None):
+        self.letter, self.entropy, self.value, self.prompts = letter, entropy, value, []
 
     async def __call__(self, prompt_ids, max_tokens, place):
         self.prompts.append(list(prompt_ids))
         number = len(self.prompts)
         await asyncio.sleep(0.001)
         letter = self.letter(number) if callable(self.letter) else self.letter
-        return Generation([ord(letter)], [-0.7], [self.entropy(number)], cached_tokens=2, prefill_tokens=3)
+        return Generation(
+            [ord(letter)], [-0.7], [self.entropy(number)], cached_tokens=2, prefill_tokens=3,
+            state_value=self.value(int(place.split("/")[1])),
+        )  # fmt: skip
 
 
 def roll(policy, world, preset="paper", turns=5, response=100, **user):
@@ -245,3 +248,13 @@ def test_a_prompt_longer_than_the_limit_names_the_key():
         )
         with pytest.raises(ValueError, match="51 tokens, more than data.max_prompt_length=50"):
             asyncio.run(rollout.run("task"))
+
+
+def test_by_value_a_tree_forks_where_the_outcome_is_most_open():
+    values = [0.9, 0.95, 0.6, 0.2, 0.0]
+    policy = ScriptedPolicy("a", entropy=lambda number: number, value=values.__getitem__)
+    branch = {"score": "value", "depth": 1, "top_k": 1}
+    _, tree = roll(policy, FakeWorld(), "guided", budget={"limit": 6}, branch=branch)
+    forks = [t for t in tree.trajectories if t.parent >= 0]
+    assert len(forks) == 2 and {tree.depth(t.parent) for t in forks} == {2}  # no success was needed
+    assert set(topology(tree)["state_value"]) == set(values)

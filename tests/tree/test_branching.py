@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from verl_bpo.tree.branching import Candidate, ScoreMemory, decision_score, online_selector, quantile, rank
+from verl_bpo.tree.branching import (
+    Candidate,
+    ScoreMemory,
+    branch_score,
+    decision_score,
+    online_selector,
+    quantile,
+    rank,
+)
 from verl_bpo.tree.budget import Budget
 
 
@@ -88,3 +96,22 @@ def test_a_short_trajectory_gives_its_rest_back():
 def test_a_late_fork_costs_only_the_turns_left():
     budget = Budget("env_steps", 12, max_turns=10, max_action_tokens=8)
     assert budget.affordable(7) == 4
+
+
+@pytest.mark.parametrize(
+    "kind, value, expected",
+    [
+        ("entropy", None, 2.0),
+        ("value", 0.5, 0.25),
+        ("value", 1.3, 0.0),
+        ("value", -0.1, 0.0),
+        ("entropy_value", 0.25, 0.375),
+    ],
+)
+def test_a_state_is_open_where_its_value_is_far_from_both_ends(kind, value, expected):
+    assert branch_score(kind, 2.0, value) == expected
+
+
+def test_a_score_without_its_value_is_an_error():
+    with pytest.raises(ValueError, match="bpo.branch.score=value needs state values"):
+        branch_score("value", 2.0, None)

@@ -36,8 +36,11 @@ class BranchConfig:
     runs; ``top_k`` ranks the decision points of finished trajectories; ``none`` gives plain trajectories."""
     forks: int = 2
     """K: alternative actions sampled at a branch point, beside the trajectory that runs through it."""
+    score: str = "entropy"
+    """What makes a decision point worth branching: ``entropy`` of the policy (nats); ``value``, V(1-V) of SAPO's value
+    readout for returns in [0, 1], highest where the outcome is still open; ``entropy_value``, their product."""
     threshold: float = 1.0
-    """``threshold``: branch where the score is at least this (nats for entropy)."""
+    """``threshold``: branch where the score is at least this."""
     share: float = 0.25
     """``quantile``: target share of decision points that branch, by the scores of past steps. ``random``: probability."""
     interval: int = 3
@@ -48,7 +51,7 @@ class BranchConfig:
     """``top_k``: fork trajectories of ``any`` outcome, or only those that ended in ``success`` (return above 0): below a
     prefix that has already failed forks are wasted."""
     entropy_tokens: str = "first"
-    """Score of a decision point: true entropy of the ``first`` action token (depends on the state alone), mean over
+    """Entropy of a decision point: true entropy of the ``first`` action token (depends on the state alone), mean over
     the ``first_m``, or over ``all`` action tokens (depend on the sampled action)."""
     entropy_m: int = 4
     """m of ``first_m``."""
@@ -60,6 +63,7 @@ class BranchConfig:
 
     def __post_init__(self) -> None:
         _one_of("bpo.branch.selector", self.selector, SELECTORS)
+        _one_of("bpo.branch.score", self.score, SCORES)
         _one_of("bpo.branch.entropy_tokens", self.entropy_tokens, ("first", "first_m", "all"))
         _one_of("bpo.branch.trunk", self.trunk, ("any", "success"))
         for key in ("forks", "interval", "top_k", "entropy_m", "root_samples", "depth"):
@@ -76,11 +80,22 @@ class BranchConfig:
         """Whether a branch point is chosen from its state alone, so that the trunk's action there is a fair draw."""
         if self.selector in ("fixed_interval", "random", "every"):
             return True
-        return self.selector in ("threshold", "quantile") and self.entropy_tokens == "first"
+        return self.selector in ("threshold", "quantile") and (self.score == "value" or self.entropy_tokens == "first")
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether branching looks at the policy's entropy."""
+        return self.selector in SCORE_SELECTORS and self.score != "value"
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether branching looks at the state's value."""
+        return self.selector in SCORE_SELECTORS and self.score != "entropy"
 
 
-ENTROPY_SELECTORS = ("threshold", "quantile", "top_k")
-SELECTORS = (*ENTROPY_SELECTORS, "fixed_interval", "random", "every", "none")
+SCORES = ("entropy", "value", "entropy_value")
+SCORE_SELECTORS = ("threshold", "quantile", "top_k")
+SELECTORS = (*SCORE_SELECTORS, "fixed_interval", "random", "every", "none")
 
 
 @dataclass
@@ -240,7 +255,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """``plain``: no branching, what the baselines use. ``paper``: one backbone, entropy threshold, leaf returns.
 ``guided``: a root group, forks of its successful trajectories, nested, tree-mean returns (which, with the default
-``trunk_in_siblings=auto``, are leaf returns wherever the branch point was chosen by outcome)."""
+``trunk_in_siblings=auto``, are leaf returns wherever the branch point was chosen by outcome). Where rollouts know state
+values, ``guided`` forks any trajectory at its states of highest V(1-V) instead."""
+VALUE_GUIDED: dict[str, Any] = {"branch": {"score": "value", "trunk": "any"}}
 
 
 @dataclass
@@ -303,8 +320,11 @@ class BPOConfig:
             )
 
 
-def build(user: dict[str, Any] | None, default_preset: str) -> BPOConfig:
+def build(user: dict[str, Any] | None, default_preset: str, values: bool = False) -> BPOConfig:
     """The whole config from the keys that a user set.
+
+    Args:
+        values: whether rollouts know the values of states, which preset ``guided`` then goes by.
 
     Raises:
         ConfigError: an unknown key, a wrong type, a value out of range, or keys that contradict each other.
@@ -312,7 +332,10 @@ def build(user: dict[str, Any] | None, default_preset: str) -> BPOConfig:
     user = user or {}
     preset = user.get("preset") or default_preset
     _one_of("bpo.preset", preset, tuple(PRESETS))
-    merged = _merge(_merge({}, PRESETS[preset]), user)
+    merged = _merge({}, PRESETS[preset])
+    if preset == "guided" and (values or (user.get("branch") or {}).get("score") in ("value", "entropy_value")):
+        merged = _merge(merged, VALUE_GUIDED)
+    merged = _merge(merged, user)
     merged["preset"] = preset
     return _construct(BPOConfig, merged, "bpo")
 

@@ -10,6 +10,7 @@ stands, and 0 elsewhere. The heads run at these positions only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -29,6 +30,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_bpo.advantages.sapo import TurnBoundaries, turn_boundaries
 from verl_bpo.config.schema import SAPOConfig
 from verl_bpo.model.value_readout import (
+    NAME,
     ValueReadout,
     attach_value_readout,
     boundary_positions,
@@ -39,6 +41,8 @@ from verl_bpo.model.value_readout import (
 MODEL_TYPE = "language_model_with_value_readout"
 SETTINGS = "VERL_BPO_SAPO"
 """Environment variable with ``bpo.sapo`` as JSON: verl hands its own config sections to an engine, and no other."""
+IN_ROLLOUT = "VERL_BPO_VALUES_IN_ROLLOUT"
+"""Environment variable, 1 where the rollout engine takes the heads with its weights and gives values of states."""
 VALUE_STEP = 0.1
 """How far one step of Adam may move a value under the default learning rate of the heads."""
 
@@ -188,6 +192,16 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
     def _give_heads_their_gradients(self, *args: Any) -> None:
         for parameter, gradient in zip(self.readout.parameters(), self._head_gradients):
             parameter.grad = gradient
+
+    # --- rollout ----------------------------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's weights for the rollout engine; behind them the heads, for one that reads values (see ``IN_ROLLOUT``)."""
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self.readout is not None and os.environ.get(IN_ROLLOUT) == "1":
+            heads = ((f"{NAME}.{name}", tensor) for name, tensor in self.readout.own_state().items())
+            weights = itertools.chain(weights, heads)
+        return weights, peft_config
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class Completion:
     """Prompt tokens whose keys and values were found; with ``num_prefill_tokens`` the whole prompt."""
     num_prefill_tokens: int
     """Prompt tokens that were computed."""
+    state_value: float | None = None
+    """V of the state that the prompt is, where the batcher has a value head."""
 
 
 @dataclass(eq=False)
@@ -63,6 +65,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     started: bool = False
+    state_value: float | None = None
 
     @property
     def stored(self) -> int:
@@ -111,6 +114,11 @@ class ContinuousBatcher:
         self.waiting: deque[_Request] = deque()
         self.running: list[_Request] = []
         """The request of row i is the i-th."""
+        self.value_head: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Weight [hidden size] and bias of a value of the final hidden state at a prompt's end: SAPO's state value. It costs
+        one dot product a request."""
+        self._final: torch.Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._see_final_states)
         self._epoch = 0
         self._numbers = count()
 
@@ -217,6 +225,11 @@ class ContinuousBatcher:
         logits = self.rows.forward(self.model, ids, plan)
         for row, request in enumerate(admitted, start=len(decoding)):
             self.prefixes.store(self.rows, row, request.keys)
+        if self.value_head is not None and admitted:
+            weight, bias = self.value_head
+            values = self._final[0, len(decoding) :].float() @ weight + bias
+            for request, value in zip(admitted, values.tolist()):
+                request.state_value = value
         drawn = sample(logits, [r.params for r in requests], [r.rng.random() for r in requests])
         for request, token, logprob, entropy in zip(requests, *drawn):
             request.output.append(token)
@@ -227,6 +240,10 @@ class ContinuousBatcher:
             if reason := self._stop_reason(request):
                 self._leave(request)
                 self._finish(request, reason)
+
+    def _see_final_states(self, module: torch.nn.Module, args: tuple) -> None:
+        if self.value_head is not None:
+            self._final = args[0]
 
     def _admit(self) -> list[_Request]:
         """Take waiting requests, first come first served. One whose next uncached block another one computes in this
@@ -290,6 +307,7 @@ class ContinuousBatcher:
                 stop_reason=reason,
                 num_cached_tokens=request.cached,
                 num_prefill_tokens=len(request.prompt) - request.cached if request.started else 0,
+                state_value=request.state_value,
             )
         )
 

@@ -27,6 +27,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator, get_max_position_embeddings
 
+from verl_bpo.model.value_readout import NAME as READOUT
 from verl_bpo.platform.generator import BatcherThread, Completion, ContinuousBatcher
 from verl_bpo.platform.sampling import SamplingParams
 
@@ -128,6 +129,7 @@ class TransformersServer:
         torch.set_num_threads(threads)
         self.model = self._load_model(rollout_mode)
         self.weights = WeightLoader(self.model)
+        self._heads: dict[str, np.ndarray] = {}
         self.batcher = ContinuousBatcher(
             self.model,
             self._eos_token_ids(),
@@ -189,7 +191,8 @@ class TransformersServer:
         """Complete one prompt.
 
         ``extra_fields`` of the result: ``global_steps`` (the weights' version), ``num_cached_tokens``,
-        ``num_prefill_tokens`` and, where log-probs are asked for, ``token_entropy`` (exact, nats, one per token).
+        ``num_prefill_tokens``, where log-probs are asked for ``token_entropy`` (exact, nats, one per token), and where the
+        trainer sends its value readout ``state_value`` (V of the prompt).
 
         Raises:
             ValueError: a prompt that leaves no room for a token, images or videos, or a sampling parameter that is
@@ -229,6 +232,8 @@ class TransformersServer:
         }
         if params.logprobs:
             extra["token_entropy"] = completion.entropies
+        if completion.state_value is not None:
+            extra["state_value"] = completion.state_value
         return TokenOutput(
             token_ids=completion.token_ids,
             log_probs=completion.logprobs if params.logprobs else None,
@@ -266,10 +271,15 @@ class TransformersServer:
         """
 
         def load() -> None:
-            self.weights.load(tensors.items())
+            heads = {name: tensors[name] for name in tensors if name.startswith(f"{READOUT}.")}
+            self.weights.load((name, value) for name, value in tensors.items() if name not in heads)
+            self._heads.update(heads)
             self.batcher.weights_changed()
             if last:
                 self.weights.finish()
+                if self._heads:  # row 0 of each is V's, row 1 Q's
+                    weight, bias = (np.array(self._heads.pop(f"{READOUT}.{part}")[0]) for part in ("weight", "bias"))
+                    self.batcher.value_head = torch.from_numpy(weight), torch.from_numpy(bias)
 
         await self._call(load)
 

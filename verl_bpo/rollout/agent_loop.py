@@ -17,7 +17,7 @@ from zlib import crc32
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
-from verl_bpo.config.schema import ENTROPY_SELECTORS, BPOConfig, build
+from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT, Row, topology, tree_rows
@@ -146,7 +146,7 @@ class TreeAgentLoop(AgentLoopBase):
                     f"rollout engine {engine} returned {len(logprobs)} log-probs for {len(tokens)} tokens: it must give "
                     f"one for each sampled token"
                 )
-            if len(entropy) != len(tokens) and self.bpo.branch.selector in ENTROPY_SELECTORS:
+            if len(entropy) != len(tokens) and self.bpo.branch.needs_entropy:
                 raise ValueError(
                     f"bpo.branch.selector={self.bpo.branch.selector} needs the entropy of each sampled token, and rollout "
                     f"engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or hf, or a "
@@ -159,6 +159,7 @@ class TreeAgentLoop(AgentLoopBase):
                 cached_tokens=cached,
                 prefill_tokens=int(extra.get("num_prefill_tokens", len(prompt_ids) - cached)),
                 weights_version=extra.get("global_steps"),
+                state_value=extra.get("state_value"),
             )
 
         return generate

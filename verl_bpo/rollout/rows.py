@@ -82,7 +82,8 @@ def topology(tree: Tree) -> dict[str, Any]:
     """What the estimators need of a tree, as plain lists: the fields that travel with its first row.
 
     ``parent``, ``trajectory``, ``exchangeable``, ``reward``: one entry per turn; ``leaf_return``, ``usable``: one per
-    trajectory. ``score`` is the branch score of each turn's state, None where there is none.
+    trajectory. ``score`` is the entropy signal of each turn's state, ``state_value`` what the rollout engine's value
+    readout said of it; None where there is none.
     """
     starts = {t.start for t in tree.trajectories}
     continues = [i not in starts for i in range(len(tree.nodes))]
@@ -95,6 +96,7 @@ def topology(tree: Tree) -> dict[str, Any]:
         ],
         "reward": [n.reward for n in tree.nodes],
         "score": [n.score for n in tree.nodes],
+        "state_value": [n.state_value for n in tree.nodes],
         "leaf_return": [tree.trajectory_return(t) if u else 0.0 for t, u in zip(tree.trajectories, usable)],
         "usable": usable,
         "truncated": [t.end == "truncated" for t in tree.trajectories],

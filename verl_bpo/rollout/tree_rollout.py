@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from verl_bpo.rollout.prompting import Conversation, Prompter
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
-from verl_bpo.tree.branching import Candidate, OnlineSelector, decision_score, rank
+from verl_bpo.tree.branching import Candidate, OnlineSelector, branch_score, decision_score, rank
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
@@ -35,6 +35,8 @@ class Generation:
     cached_tokens: int = 0
     prefill_tokens: int = 0
     weights_version: int | None = None
+    state_value: float | None = None
+    """V of the state before the action, where the engine has a value readout."""
 
 
 Generate = Callable[[list[int], int, str], Awaitable[Generation]]
@@ -238,10 +240,11 @@ class TreeRollout:
                 self._count(sampled)
                 text = self.prompter.decode(sampled.token_ids)
                 action, valid = self.prompter.parse(text, admissible)
-                score = decision_score(sampled.entropy, self.branch.entropy_tokens, self.branch.entropy_m)
+                entropy = decision_score(sampled.entropy, self.branch.entropy_tokens, self.branch.entropy_m)
                 point = None
                 online = False
                 if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":
+                    score = branch_score(self.branch.score, entropy, sampled.state_value)
                     online = self._chosen(score, depth, f"{index}/{depth}") and self._affords(depth)
                     if online or self.selector is None:
                         point = await self._snapshot(sandbox, depth, conversation, admissible, score)
@@ -262,7 +265,8 @@ class TreeRollout:
                         action_text=action,
                         observation_text=observation.text,
                         actions=admissible,
-                        score=score,
+                        score=entropy,
+                        state_value=sampled.state_value,
                         cached_tokens=sampled.cached_tokens,
                         prefill_tokens=sampled.prefill_tokens,
                         valid_action=valid,

@@ -14,7 +14,8 @@ from verl_bpo.advantages.bpo import Forest
 class TreeBatch:
     """All trees of a batch, concatenated; ids shifted to be global.
 
-    ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``reward``) or L a
+    ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``state_value``, NaN where
+    there is none, and ``reward``) or L a
     trajectory (``truncated``, ``depth``); ``offset`` maps a session to the shift of its turn ids. ``asked_scores`` are
     those of the decision points that an online selector was asked about.
     """
@@ -23,6 +24,7 @@ class TreeBatch:
     truncated: torch.Tensor
     depth: torch.Tensor
     score: torch.Tensor
+    state_value: torch.Tensor
     reward: torch.Tensor
     offset: dict[str, int]
     tree_sizes: list[int]
@@ -39,7 +41,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
             ``scores``).
         prompts: per session the id of its prompt.
     """
-    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "reward")}
+    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "state_value", "reward")}
     leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "depth")}
     prompt, offset, sizes, counters, failures, asked = [], {}, [], [], [], []
     numbers: dict[str, int] = {}
@@ -52,7 +54,8 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         turns["trajectory"] += [t + leaf_shift for t in tree["trajectory"]]
         for key in ("exchangeable", "reward"):
             turns[key] += tree[key]
-        turns["score"] += [float("nan") if s is None else s for s in tree["score"]]
+        for key in ("score", "state_value"):
+            turns[key] += [float("nan") if x is None else x for x in tree[key]]
         for key in leaves:
             leaves[key] += tree[key]
         prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
@@ -72,6 +75,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         truncated=torch.tensor(leaves["truncated"], dtype=boolean),
         depth=torch.tensor(leaves["depth"], dtype=integer),
         score=torch.tensor(turns["score"], dtype=real),
+        state_value=torch.tensor(turns["state_value"], dtype=real),
         reward=torch.tensor(turns["reward"], dtype=real),
         offset=offset,
         tree_sizes=sizes,

@@ -20,8 +20,8 @@ def tree_metrics(batch: TreeBatch) -> dict[str, float]:
     trees = max(len(batch.counters), 1)
     usable = batch.turns.usable
     branching = _branching_turns(batch)
-    scored = ~batch.score.isnan()
-    return {
+    scored, valued = ~batch.score.isnan(), ~batch.state_value.isnan()
+    found = {
         "tree/trees": float(len(batch.counters)),
         "tree/leaves": float(usable.sum()) / trees,
         "tree/turns": len(batch.turns.parent) / trees,
@@ -42,6 +42,10 @@ def tree_metrics(batch: TreeBatch) -> dict[str, float]:
         "tree/reset_seconds": total("reset_seconds"),
         "tree/cached_share": total("cached_tokens") / max(total("cached_tokens") + total("prefill_tokens"), 1),
     }
+    if bool(valued.any()):
+        found["tree/value_at_branch"] = _mean(batch.state_value[valued & branching])
+        found["tree/value_elsewhere"] = _mean(batch.state_value[valued & ~branching])
+    return found
 
 
 def advantage_metrics(result: TurnAdvantages) -> dict[str, float]:

@@ -18,8 +18,11 @@ from verl_bpo.rollout.prompting import PromptConfig
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.rollout.manager.TreeManager"
 MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
-"""Trainer mode of each of our advantage estimators; every other estimator runs in ``bpo_sync`` too."""
+"""Trainer mode of each of our advantage estimators. Every other estimator runs in ``bpo_sync`` too; ``bpo`` with branch
+scores by state values runs in ``sapo_sync``, which trains the readout that they come from."""
 ESTIMATORS = tuple(MODES)
+VALUE_ENGINES = ("hf",)
+"""Rollout engines that read values of states while they generate."""
 VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 READOUT_MODEL = "language_model_with_value_readout"
 PACKED_VENDOR = "packed_tree"
@@ -62,27 +65,35 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
         raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
     tree = config.algorithm.adv_estimator in ESTIMATORS
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
-    resolved = build(_without_unset(user), "paper" if config.algorithm.adv_estimator == "bpo" else "plain")
-    _check(config, resolved, tree)
+    estimator, cpu = config.algorithm.adv_estimator, on_cpu() if cpu is None else cpu
+    engine = _rollout_engine(config, cpu)
+    values = estimator == "sapo" and engine in VALUE_ENGINES
+    resolved = build(_without_unset(user), "paper" if estimator == "bpo" else "plain", values)
+    readout = estimator == "sapo" or (estimator == "bpo" and resolved.branch.needs_value)
+    _check(config, resolved, tree, readout, engine)
+    if estimator == "sapo" and resolved.preset == "guided" and not values:
+        print(
+            f"verl_bpo: rollout.name={engine} gives no state values: preset guided forks successful trajectories instead"
+        )
     for difference in taught_otherwise(str(config.actor_rollout_ref.model.path), resolved.prompt):
         print(f"verl_bpo: WARNING: {difference}")
     with open_dict(config):
         config.bpo = OmegaConf.create(asdict(resolved))
         config.trainer.use_v1 = True
-        config.trainer.v1.trainer_mode = MODES.get(config.algorithm.adv_estimator, "bpo_sync")
+        config.trainer.v1.trainer_mode = MODES["sapo" if readout else "bpo"]
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.default_agent_loop = AGENT_LOOP
         rollout.agent.agent_loop_manager_class = MANAGER
         rollout.calculate_log_probs = True
         _environment(config, "VERL_BPO_ENTROPY", "1")
-        if config.algorithm.adv_estimator == "sapo":
+        if readout:
             _use_value_readout(config, resolved)
         if rollout.name == "vllm":
             # vLLM's second model runner samples without the function that the plugin takes entropies from.
             _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
         if resolved.packed_tree.enable:
             _use_packed_trees(config, resolved)
-        if on_cpu() if cpu is None else cpu:
+        if cpu:
             adjusted = cpu_defaults(config)
             if adjusted:
                 print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
@@ -109,12 +120,25 @@ def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
     ]
 
 
-def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
+def _rollout_engine(config: DictConfig, cpu: bool) -> str:
+    """The engine that will run: a CPU has no other than ``hf`` and, where it is installed, vLLM."""
+    from verl_bpo.platform.vllm import vllm_usable
+
+    name = config.actor_rollout_ref.rollout.name
+    return "hf" if cpu and not (name == "vllm" and vllm_usable()) else name
+
+
+def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine: str) -> None:
     mode = config.trainer.v1.trainer_mode
     if mode not in ("sync", *MODES.values()):
         raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
-    if config.algorithm.adv_estimator == "sapo":
-        _check_sapo(config)
+    if readout:
+        _check_readout(config)
+    if tree and bpo.branch.needs_value and engine not in VALUE_ENGINES:
+        raise ConfigError(
+            f"bpo.branch.score={bpo.branch.score} needs state values during rollouts, which rollout.name={engine} doesn't "
+            f"give: set bpo.branch.score=entropy, or actor_rollout_ref.rollout.name={VALUE_ENGINES[0]}"
+        )
     if bpo.packed_tree.enable:
         _check_packed_trees(config, bpo.packed_tree.backend)
     if tree and config.algorithm.use_kl_in_reward:
@@ -157,9 +181,9 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool) -> None:
         )
 
 
-def _check_sapo(config: DictConfig) -> None:
+def _check_readout(config: DictConfig) -> None:
     """What the value readout can't work with; each would give wrong values or fail deep inside a worker."""
-    sapo = "adv_estimator=sapo (Single-rollout Autoregressive Policy Optimization)"
+    sapo = "the value readout of SAPO (Single-rollout Autoregressive Policy Optimization)"
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if actor.strategy not in ("fsdp", "fsdp2"):
         raise ConfigError(
@@ -193,6 +217,7 @@ def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
             role.strategy = "fsdp2"
             print("verl_bpo: strategy=fsdp2 in place of fsdp, for SAPO's float32 value heads")
     _environment(config, "VERL_BPO_SAPO", json.dumps(asdict(bpo.sapo)))
+    _environment(config, "VERL_BPO_VALUES_IN_ROLLOUT", str(int(bpo.branch.needs_value)))
 
 
 def _check_packed_trees(config: DictConfig, backend: str) -> None:
@@ -264,8 +289,6 @@ def _use_packed_trees(config: DictConfig, bpo: BPOConfig) -> None:
 
 def cpu_defaults(config: DictConfig) -> list[str]:
     """Settings without which verl can't run on a CPU; returns those that were changed."""
-    from verl_bpo.platform.vllm import vllm_usable
-
     ranks = config.trainer.n_gpus_per_node
     ranks = ranks if ranks <= (os.cpu_count() or 1) else 1
     wanted: dict[str, Any] = {
@@ -285,15 +308,14 @@ def cpu_defaults(config: DictConfig) -> list[str]:
         "critic.model.use_remove_padding": False,
         "critic.model.override_config.attn_implementation": "sdpa",
     }
-    if config.actor_rollout_ref.rollout.name == "vllm" and vllm_usable():
+    wanted["actor_rollout_ref.rollout.name"] = _rollout_engine(config, cpu=True)
+    if wanted["actor_rollout_ref.rollout.name"] == "vllm":
         wanted["actor_rollout_ref.rollout.enforce_eager"] = True
         wanted["actor_rollout_ref.rollout.enable_sleep_mode"] = False
         if OmegaConf.select(config, f"{VLLM_KWARGS}.block_size") is None:
             wanted[f"{VLLM_KWARGS}.block_size"] = 32  # vLLM's own 128 tokens reuse little of short prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             _environment(config, "VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take half of the memory
-    else:
-        wanted["actor_rollout_ref.rollout.name"] = "hf"
     if not config.ray_kwargs.ray_init.get("num_cpus"):
         wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other
     for role, engine in (

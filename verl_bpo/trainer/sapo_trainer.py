@@ -23,6 +23,8 @@ from verl_bpo.trainer.tree_trainer import RowSpans, TreeTrainer, _plain_list
 class SAPOTrainer(TreeTrainer):
     """Reads V and Q in the forward that computes old log-probs, makes advantages of them, and trains both with the policy.
 
+    With ``algorithm.adv_estimator=bpo`` the policy's advantages are BPO's, and the values only say where to branch.
+
     Works on single trajectories (``rollout.n=1``, the paper's case), on several of a prompt, and on the rows of a BPO tree:
     each turn is trained by one row, so it counts once in the losses and in the normalisation.
     """
@@ -62,8 +64,14 @@ class SAPOTrainer(TreeTrainer):
                 f"verl_bpo: WARNING: all advantages of step {self.global_steps} are equal (or there is one turn): the policy "
                 f"learns nothing from it"
             )
+        read = ~trees.state_value.isnan() & ~v.isnan()
+        if bool(read.any()):  # the rollout's V of the same state by the same weights
+            metrics["sapo/rollout_value_diff"] = float((trees.state_value[read] - v[read]).abs().max())
+        masks = [row.mask for row in rows]
+        if self.config.algorithm.adv_estimator == "bpo":
+            turns["advantages"], masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
         values = {key: [row.spread(x) for row in rows] for key, x in turns.items()}
-        return self._put(batch, [row.mask for row in rows], metrics, **values)
+        return self._put(batch, masks, metrics, **values)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch.extra_info["value_warmup"] = self.global_steps <= self.bpo.sapo.warmup_steps

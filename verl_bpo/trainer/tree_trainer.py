@@ -230,12 +230,19 @@ class TreeTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
     ) -> KVBatchMeta:
         """BPO: siblings' returns."""
+        turns, masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
+        advantages = [row.spread(turns) for row in rows]
+        return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
+
+    def _sibling_advantages(
+        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """BPO's weighted advantage of every turn [N], and each row's mask of the tokens that it trains."""
         result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
         metrics.update(advantage_metrics(result))
         self._dump_advantages(trees, uids, batch.keys, result)
-        advantages = [row.spread(result.advantage * result.weight) for row in rows]
         masks = [(row.spread(result.valid.long()) * row.mask).to(row.mask.dtype) for row in rows]
-        return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
+        return result.advantage * result.weight, masks
 
     def _put(self, batch: KVBatchMeta, masks: list, metrics: dict, **values: list) -> KVBatchMeta:
         """Write the masks of what is trained and per-token ``values``; then verl's rollout correction, if it is on."""

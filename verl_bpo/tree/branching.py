@@ -27,6 +27,27 @@ def decision_score(entropy: list[float], tokens: str, m: int) -> float:
     return float(sum(used) / len(used))
 
 
+def branch_score(kind: str, entropy: float, value: float | None) -> float:
+    """How much a decision point is worth branching.
+
+    Args:
+        kind: ``entropy``; ``value``, V(1-V), the variance of a return that is 0 or 1 with mean V, and so highest where the
+            outcome is still open; ``entropy_value``, their product.
+        entropy: of the policy there, nats.
+        value: V of the state, held within [0, 1]. Needed for all but ``entropy``.
+
+    Raises:
+        ValueError: no value where ``kind`` needs one.
+    """
+    if kind == "entropy":
+        return entropy
+    if value is None:
+        raise ValueError(f"bpo.branch.score={kind} needs state values, and the rollout engine gives none")
+    value = min(max(value, 0.0), 1.0)
+    openness = value * (1 - value)
+    return openness if kind == "value" else entropy * openness
+
+
 OnlineSelector = Callable[[float, int, float], bool]
 """(score of the decision point, turns before it, a number drawn uniformly from [0, 1)) -> branch here?"""
 

@@ -39,7 +39,9 @@ class Node:
     actions: tuple[str, ...] | None = None
     """Admissible actions in the state where this action was taken."""
     score: float | None = None
-    """Branch score of the state in which this action was taken."""
+    """Entropy signal (nats) of the state in which this action was taken."""
+    state_value: float | None = None
+    """V of that state by SAPO's value readout, where the rollout engine gives it."""
     cached_tokens: int = 0
     prefill_tokens: int = 0
     valid_action: bool = True
