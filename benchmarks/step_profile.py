@@ -1,10 +1,13 @@
-"""Where a training step spends its time, and how much of the prompts comes from the prefix cache.
+"""Where a training step spends its time and memory, and how much of the prompts comes from the prefix cache.
 
-Trains the quickstart's policy for a few steps with BPO and with GRPO, one after the other in one run, and prints the mean
-of every phase over all steps but the first. Needs the quickstart's games and warm start (recipes/quickstart/run.sh makes
-them).
+Trains one policy for a few steps with each method, one after the other in one run: 64 episodes and one update a step for
+all. Means are over all steps but the first; memory is the peak resident size of the trainer's worker (actor and, for PPO,
+critic) and of the rollout engine. Needs the quickstart's games (recipes/quickstart/run.sh makes them).
 
-    python benchmarks/step_profile.py --root runs/quickstart --steps 6
+    python benchmarks/step_profile.py --root runs/quickstart --model runs/quickstart/warmstart-0 --steps 6
+
+PPO is verl's: token-level GAE across turns and a critic of its own. SAPO is Single-rollout Autoregressive Policy
+Optimization (arXiv 2608.19842), not verl's policy loss of that name.
 """
 
 from __future__ import annotations
@@ -15,30 +18,60 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-PHASES = ("gen", "old_log_prob", "adv", "update_actor", "update_weights", "step")
+PHASES = ("gen", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights", "step")
+SINGLE = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "critic.ppo_mini_batch_size=64"]
 RUNS = {
     "bpo": ["algorithm.adv_estimator=bpo", "bpo.preset=guided"],
     "grpo": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"],
+    "sapo": ["algorithm.adv_estimator=sapo", *SINGLE],
+    "ppo": ["algorithm.adv_estimator=gae", *SINGLE],
 }
+PROCESSES = {"trainer": "ray::WorkerDict", "rollout": "ray::TransformersServer"}
 
 
-def train(name: str, overrides: list[str], root: Path, steps: int) -> list[dict]:
-    """Metrics of every step of one short run."""
+def train(name: str, arguments: argparse.Namespace) -> tuple[list[dict], dict[str, float]]:
+    """Metrics of every step of one short run, and each process's peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "metrics.jsonl"
         command = [
             sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
-            "--config-name", "quickstart", f"root={root}", f"name=profile-{name}", f"trainer.total_training_steps={steps}",
-            "trainer.test_freq=-1", "trainer.val_before_train=false", *overrides,
+            "--config-name", "quickstart", f"root={arguments.root}", f"name=profile-{name}",
+            f"actor_rollout_ref.model.path={arguments.model}", f"critic.model.path={arguments.model}",
+            f"trainer.total_training_steps={arguments.steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",
+            *RUNS[name],
         ]  # fmt: skip
         environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-        return [json.loads(line)["data"] for line in log.read_text().splitlines()]
+        with open(Path(folder) / "output", "w+") as output:
+            run = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            peak: dict[str, float] = dict.fromkeys(PROCESSES, 0.0)
+            stop = threading.Event()
+            watch = threading.Thread(target=_watch, args=(psutil.Process(run.pid), peak, stop))
+            watch.start()
+            status = run.wait()
+            stop.set()
+            watch.join()
+            if status:
+                output.seek(0)
+                raise SystemExit(f"{name} failed:\n{output.read()[-5000:]}")
+        return [json.loads(line)["data"] for line in log.read_text().splitlines()], peak
+
+
+def _watch(parent: psutil.Process, peak: dict[str, float], stop: threading.Event) -> None:
+    while not stop.wait(0.2):
+        for process in parent.children(recursive=True):
+            try:
+                title = " ".join(process.cmdline())
+                for part, prefix in PROCESSES.items():
+                    if title.startswith(prefix):
+                        peak[part] = max(peak[part], process.memory_info().rss / 2**20)
+            except psutil.Error:  # it has ended
+                continue
 
 
 def profile(steps: list[dict]) -> dict[str, float]:
@@ -55,10 +88,17 @@ def profile(steps: list[dict]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--model", type=Path, help="policy to train; default: ROOT/warmstart-0")
+    parser.add_argument("--methods", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks/results/step_profile.json")
     arguments = parser.parse_args()
-    results = {name: profile(train(name, o, arguments.root, arguments.steps)) for name, o in RUNS.items()}
+    arguments.model = arguments.model or arguments.root / "warmstart-0"
+    results = {}
+    for name in arguments.methods:
+        print(f"{name} ...", file=sys.stderr)
+        steps, peak = train(name, arguments)
+        results[name] = {**profile(steps), **{f"{part}_peak_mb": mb for part, mb in peak.items()}}
     print(f"{'':18}" + "".join(f"{name:>12}" for name in results))
     for key in next(iter(results.values())):
         unit = " s" if key in PHASES else ""
@@ -67,7 +107,7 @@ def main() -> None:
             + "".join(f"{r[key]:12.3f}" if r[key] < 100 else f"{r[key]:12.0f}" for r in results.values())
         )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"steps": arguments.steps, **results}, indent=1))
+    arguments.out.write_text(json.dumps({"steps": arguments.steps, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
