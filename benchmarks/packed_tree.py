@@ -1,11 +1,11 @@
 """Cost of training on packed trees against training on rows, on this machine.
 
-    python benchmarks/packed_tree.py [--shapes small medium large] [--repeats 3] [--device cpu]
+    python benchmarks/packed_tree.py [--shapes small medium large wide comb] [--repeats 3] [--device cpu]
 
 Forward and backward of every row's log-probs: ``padded`` rows; ``rows``, one sequence of all rows, each attending to
 itself alone (what remove-padding does); ``packed`` trees; ``frugal`` packed trees. Repeats are interleaved, ratios are
-medians of paired runs against ``rows``. Peak memory is taken in a fresh process for each mode, above what the model and
-its gradients hold. Writes ``benchmarks/results/packed_tree.json``.
+medians of paired runs against ``rows``. On a CPU, seconds are the process's CPU time on one thread. Peak memory is taken
+in a fresh process for each mode, above what the model and its gradients hold. Writes ``benchmarks/results/packed_tree.json``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ SHAPES = {  # prompt tokens, turns, tokens a turn, branch points, forks at each
     "small": (100, 8, 80, 2, 2),
     "medium": (150, 10, 130, 3, 3),
     "large": (200, 12, 160, 3, 3),
+    "wide": (1000, 4, 100, 1, 15),
+    "comb": (100, 24, 100, 12, 1),
 }
 MODES = ("padded", "rows", "packed", "frugal")
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -108,10 +110,11 @@ def step(mode: str, model: Qwen2ForCausalLM, rows: Rows) -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(function: Callable[[], object], device: str = "cpu") -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_mib(mode: str, shape: str, device: str) -> float:
@@ -147,7 +150,7 @@ def measure(shape: str, repeats: int, device: str) -> dict:
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(repeats):
         for mode in MODES:
-            seconds[mode].append(timed(lambda m=mode: step(m, model, rows)))
+            seconds[mode].append(timed(lambda m=mode: step(m, model, rows), device))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         memory = {mode: pool.apply(peak_mib, (mode, shape, device)) for mode in MODES}
     tree = pack_rows(rows)
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    RESULTS.parent.mkdir(exist_ok=True)
     results: dict = {"torch": torch.__version__, "device": arguments.device, "threads": 1, "model": MODEL, "shapes": {}}
     print(f"{'shape':8}{'unique':>8}{'total':>8}{'ideal':>7}  mode    seconds   time  peak MiB  memory")
     for shape in arguments.shapes:
@@ -186,8 +190,7 @@ def main() -> None:
                 f"{found['peak_mib'][mode]:10.1f}{found['memory_ratio'][mode]:8.3f}",
                 flush=True,
             )
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

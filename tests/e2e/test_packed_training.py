@@ -6,9 +6,9 @@ from test_training import LETTERS, _plain, assert_same_policy_in_engine_and_trai
 
 __all__ = ["root"]  # the fixture
 
-STEPS = 3
+STEPS = 2
 PACKED = "bpo.packed_tree.enable=true"
-SMALL = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "trainer.save_freq=3")
+SMALL = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "trainer.save_freq=2")
 CASES = {
     # Against a reference policy, in several micro-batches.
     "bpo": ("algorithm.adv_estimator=bpo", "actor_rollout_ref.actor.use_kl_loss=true", *SMALL),
