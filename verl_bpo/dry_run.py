@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
 from verl_bpo.config.schema import BPOConfig, ConfigError
-from verl_bpo.estimate import GIB, Compute, Memory, estimate_compute, estimate_memory, model_shape
+from verl_bpo.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
 
 CONFIG_FOLDER = Path(verl_bpo.config.__file__).parent
 OPEN = ("override_config", "engine_kwargs", "sampler_kwargs", "kwargs", "env_vars", "ray_init", "runtime_env")
