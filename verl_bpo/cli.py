@@ -31,6 +31,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _make_games(arguments: argparse.Namespace) -> int:
+    if arguments.kind == "alfworld":
+        from verl_bpo.envs.make_alfworld import make_alfworld_games
+
+        counts = {"train": arguments.train, "valid_seen": arguments.valid, "valid_unseen": arguments.valid}
+        make_alfworld_games(arguments.out, counts, seed=arguments.seed)
+        print(f"{arguments.out}: generated games, not ALFWorld's own; play them with ALFWORLD_DATA={arguments.out}")
+        return 0
     if arguments.kind == "repair":
         from verl_bpo.envs.make_repairs import make_repairs as make
     else:
@@ -45,10 +52,16 @@ def _make_data(arguments: argparse.Namespace) -> int:
     from verl_bpo.data import write_prompts
 
     kwargs = {"root": arguments.root} if arguments.root else {}
-    rows = write_prompts(
-        arguments.env, arguments.split, arguments.out, limit=arguments.limit, seed=arguments.seed, kwargs=kwargs
+    record = write_prompts(
+        arguments.env,
+        arguments.split,
+        arguments.out,
+        limit=arguments.limit,
+        panel=arguments.panel,
+        seed=arguments.seed,
+        kwargs=kwargs,
     )
-    print(f"{arguments.out}: {rows} tasks of {arguments.env} {arguments.split}")
+    print(f"{arguments.out}: {record['rows']} tasks of {arguments.env} {arguments.split}, sha256 {record['sha256']}")
     return 0
 
 
@@ -56,6 +69,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from verl_bpo.envs.swebench.prepare import main
 
     return main(arguments)
+
+
+def _check_env(arguments: argparse.Namespace) -> int:
+    from verl_bpo.envs.check import main
+
+    return main(arguments.env, arguments.tasks, arguments.split, arguments.root, json.loads(arguments.kwargs))
 
 
 def _warmstart(arguments: argparse.Namespace) -> int:
@@ -126,12 +145,19 @@ def parser() -> argparse.ArgumentParser:
     add("config", _config, "print every bpo.* key with its default and meaning")
 
     games = add("make-games", _make_games, "make solvable games or repair tasks, the same for the same seed")
-    games.add_argument("--kind", choices=("textworld", "repair"), default="textworld", help="default textworld")
-    games.add_argument("out", type=Path, help="folder for train/ and valid/")
-    games.add_argument("--train", type=int, default=64, help="number of training games (default 64)")
-    games.add_argument("--valid", type=int, default=32, help="number of held-out games (default 32)")
+    games.add_argument("out", type=Path, help="folder for the games")
     games.add_argument(
-        "--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1); repair has 1 to 3"
+        "--kind", choices=("textworld", "alfworld", "repair"), default="textworld", help="default textworld"
+    )
+    games.add_argument("--train", type=int, default=64, help="number of training games (default 64)")
+    games.add_argument(
+        "--valid",
+        type=int,
+        default=32,
+        help="number of held-out games (default 32); alfworld: in each of valid_seen and valid_unseen",
+    )
+    games.add_argument(
+        "--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1); textworld, and repair to 3"
     )
     games.add_argument("--seed", type=int, default=0)
 
@@ -141,6 +167,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--split", default="train")
     data.add_argument("--root", help="folder with the environment's data, where it needs one")
     data.add_argument("--limit", type=int, help="first so many tasks")
+    data.add_argument("--panel", type=int, help="so many tasks drawn by their names, the same ones every time")
     data.add_argument("--seed", type=int, default=0, help="seed of every task's reset")
 
     from verl_bpo.envs.swebench.prepare import add_arguments as add_prepare
@@ -148,6 +175,12 @@ def parser() -> argparse.ArgumentParser:
     add_prepare(
         add("prepare", _prepare, "make a benchmark's instances ready to run on this machine, without containers")
     )
+    check = add("check-env", _check_env, "check an environment's contract: deterministic, exact snapshots, no leaks")
+    check.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")
+    check.add_argument("--tasks", type=int, default=3, help="tasks to play (default 3)")
+    check.add_argument("--split", default="train")
+    check.add_argument("--root", help="folder with the environment's data, where it needs one")
+    check.add_argument("--kwargs", default="{}", help="the constructor's arguments, as JSON")
 
     from verl_bpo.warmstart import add_arguments
 

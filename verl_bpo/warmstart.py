@@ -63,6 +63,8 @@ class WarmstartOptions:
     learning_rate: float = 2e-3
     until_success: float = 0.25
     """Stop once this share of the held-out train games is won, sampling at temperature 1."""
+    games: int = 0
+    """Most train games that are used, drawn by the seed. 0: all."""
     held_out: int = 48
     """Train games that are kept from the lessons and played to measure success."""
     check_every: int = 10
@@ -424,9 +426,10 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     out = Path(out).expanduser()
     environment_class = load_environment(options.env)
     tasks = environment_class.tasks("train", **({"root": data} if data else {}))
-    if len(tasks) <= options.held_out:
+    count = min(len(tasks), options.games or len(tasks))
+    if count <= options.held_out:
         raise ValueError(
-            f"{len(tasks)} train games leave none to learn from after --held-out {options.held_out}: make more games, "
+            f"{count} train games leave none to learn from after --held-out {options.held_out}: make more games, "
             f"or hold out fewer"
         )
     made_from = json.loads(json.dumps({"options": asdict(options), "games": _digest(tasks)}))
@@ -437,7 +440,7 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     started = time.perf_counter()
     torch.manual_seed(options.seed)
     # Neighbouring games may be alike (sorted by task type, say), so the held-out ones are drawn.
-    shuffled = random.Random(options.seed).sample(list(tasks), len(tasks))
+    shuffled = random.Random(options.seed).sample(list(tasks), count)
     held_out, lesson_tasks = shuffled[: options.held_out], shuffled[options.held_out :]
     environments = [environment_class() for _ in held_out]
     threads = torch.get_num_threads()

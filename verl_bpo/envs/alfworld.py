@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+from tqdm import tqdm
 
 from verl_bpo.envs.fast_textworld import FastPddlEnv
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, TaskError
 
 GAME_FILE = "game.tw-pddl"
+GENERATED = "generated"
+"""Marks games of ``verl-bpo make-games --kind alfworld`` in their paths and files."""
 
 TASK_TYPES = (
     "pick_and_place",
@@ -131,10 +134,21 @@ class AlfworldEnvironment(Environment):
             raise TaskError(f"ALFWorld has no split {split!r}; it has {', '.join(SPLITS)}")
         base = _data_folder() if root is None else Path(root).expanduser().absolute()
         folder = _split_folder(base, split)
-        games = sorted(str(path) for path in folder.rglob(GAME_FILE) if _is_playable(path)) if folder.is_dir() else []
+        found = sorted(map(str, folder.rglob(GAME_FILE))) if folder.is_dir() else []
+        shown = tqdm(found, desc=f"reading {split}", unit="game", leave=False, disable=None)
+        games = [path for path in shown if _is_playable(Path(path))]
         if not games:
             raise TaskError(f"no ALFWorld games of split {split!r} in {folder}: {_HOW_TO_GET}")
         return games if root is not None else [os.path.relpath(game, base) for game in games]
+
+    @classmethod
+    def data_source(cls, task: str, split: str) -> str:
+        """Metrics are apart for each split, and for generated games."""
+        return f"alfworld_{GENERATED}_{split}" if f"trial_{GENERATED}" in task else f"alfworld_{split}"
+
+    @classmethod
+    def task_file(cls, task: str) -> Path:
+        return _find_game(task)
 
     def _require_episode(self) -> None:
         if self._episode is None:
@@ -164,7 +178,10 @@ class AlfworldEnvironment(Environment):
         return None
 
 
-_HOW_TO_GET = "run `alfworld-download`, or set ALFWORLD_DATA to the folder that holds json_2.1.1"
+_HOW_TO_GET = (
+    "run `alfworld-download`, or set ALFWORLD_DATA to the folder that holds json_2.1.1; without the official games, make "
+    "some with `verl-bpo make-games --kind alfworld`"
+)
 
 
 def _data_folder() -> Path:

@@ -90,21 +90,9 @@ def make_textworld_games(
     folder = Path(out_dir).expanduser()
     options = {"version": _VERSION, "counts": counts, "seed": seed, "level": level, **asdict(LEVELS[level])}
     options = json.loads(json.dumps(options))
-    manifest = folder / "manifest.json"
-    if manifest.is_file():
-        made = json.loads(manifest.read_text())
-        if made["options"] != options:
-            raise ValueError(
-                f"{folder} holds games made with other options (level {made['options']['level']}, seed "
-                f"{made['options']['seed']}, {made['options']['counts']}): choose another folder or remove it"
-            )
-        if made["games"] and all((folder / name).is_file() for name in made["games"]):
-            return folder
-    elif any(folder.glob("*/*.json")):
-        raise ValueError(f"{folder} holds games but no manifest: choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    # written first, so that an unfinished run isn't mixed with another one's games
-    _write(manifest, json.dumps({"options": options, "games": {}}))
+    made = open_folder(folder, options, "*/*.json")
+    if made is not None:
+        return folder
     random = Random(f"{seed}/{level}")
     seen: set[str] = set()
     games: dict[str, str] = {}
@@ -114,11 +102,35 @@ def make_textworld_games(
             for number in range(count):
                 game, content = _new_game(random, LEVELS[level], seen)
                 name = f"{split}/{number:04d}.json"
-                _write(folder / name, _serialized(game))
+                write_whole(folder / name, _serialized(game))
                 games[name] = content
                 bar.update()
-    _write(manifest, json.dumps({"options": options, "games": games}, indent=1))
+    write_whole(folder / "manifest.json", json.dumps({"options": options, "games": games}, indent=1))
     return folder
+
+
+def open_folder(folder: Path, options: Mapping[str, object], pattern: str) -> dict[str, str] | None:
+    """The games of ``folder`` if they are all there and made with ``options``, as its manifest tells; None: make them.
+
+    Raises:
+        ValueError: it holds games made with other options, or (by ``pattern``) games without a manifest.
+    """
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        made = json.loads(manifest.read_text())
+        if made["options"] != options:
+            shown = ", ".join(f"{key} {made['options'].get(key)}" for key in ("kind", "level", "seed", "counts"))
+            raise ValueError(
+                f"{folder} holds games made with other options ({shown}): choose another folder or remove it"
+            )
+        if made["games"] and all((folder / name).is_file() for name in made["games"]):
+            return made["games"]
+    elif any(folder.glob(pattern)):
+        raise ValueError(f"{folder} holds games but no manifest: choose another folder or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    # written first, so that an unfinished run isn't mixed with another one's games
+    write_whole(manifest, json.dumps({"options": options, "games": {}}))
+    return None
 
 
 def _new_game(random: Random, level: Level, seen: set[str]) -> tuple[Game, str]:
@@ -295,7 +307,7 @@ def _serialized(game: Game) -> str:
     return json.dumps(data)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Never leaves a half-written file behind."""
     part = path.with_suffix(".part")
     part.write_text(text)

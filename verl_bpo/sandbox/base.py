@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -99,6 +100,17 @@ class Environment(ABC):
     def tasks(cls, split: str = "train", **kwargs: Any) -> list[str]:
         """Task ids of a split in a fixed order (used to write prompt files)."""
         raise NotImplementedError(f"{cls.__name__} lists no tasks")
+
+    @classmethod
+    def data_source(cls, task: str, split: str) -> str | None:
+        """Under which name metrics are to count this task; None: the environment's."""
+        return None
+
+    @classmethod
+    def task_file(cls, task: str) -> Path | None:
+        """The file that holds the task, if it is one (for checksums)."""
+        path = Path(task).expanduser()
+        return path if path.is_file() else None
 
 
 @dataclass(frozen=True)

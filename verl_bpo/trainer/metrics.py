@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from verl_bpo.advantages.bpo import TurnAdvantages
@@ -61,6 +65,21 @@ def advantage_metrics(result: TurnAdvantages) -> dict[str, float]:
         "bpo/group_size": _mean(found.group_size.double()),
         "bpo/turns_without_siblings": 1.0 - _mean(result.valid.double()),
     }
+
+
+def success_by_type(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Share of validation episodes won, and their number, for each type of task of each data source.
+
+    Args:
+        data_sources: one an episode.
+        infos: verl's ``reward_extra_info`` by key, one value an episode, None where an episode lacks it.
+    """
+    won: dict[str, list[float]] = defaultdict(list)
+    for source, kind, success in zip(data_sources, infos.get("task_type", ()), infos.get("success", ())):
+        if kind is not None and success is not None:
+            won[f"val-type/{source}/{kind}"].append(float(success))
+    metrics = {f"{key}/success": sum(values) / len(values) for key, values in won.items()}
+    return metrics | {f"{key}/episodes": float(len(values)) for key, values in won.items()}
 
 
 def _branching_turns(batch: TreeBatch) -> torch.Tensor:

@@ -34,7 +34,7 @@ from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
-from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, tree_metrics
+from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, success_by_type, tree_metrics
 from verl_bpo.trainer.prepare import ESTIMATORS
 from verl_bpo.tree.branching import ScoreMemory
 
@@ -330,6 +330,14 @@ class TreeTrainer(PPOTrainerSync):
                     "valid": result.valid[own].tolist(),
                 }
                 file.write(json.dumps(record) + "\n")
+
+    # --- validation -------------------------------------------------------------------------------------------------
+
+    def _val_metrics_update(
+        self, data_sources: list, sample_uids: list, infos: dict, *args: Any, **kwargs: Any
+    ) -> dict:
+        metrics = super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
+        return metrics | success_by_type(data_sources, infos)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

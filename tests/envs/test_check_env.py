@@ -1,0 +1,98 @@
+"""`verl-bpo check-env` on our own environments, and on one that breaks each rule."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_bpo import cli
+from verl_bpo.envs import load_environment
+from verl_bpo.envs.check import check_environment
+from verl_bpo.envs.make_games import make_textworld_games
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BAD = f"{REPOSITORY}/tests/envs/bad_worlds.py"
+
+
+@pytest.mark.parametrize(
+    "world, check, words",
+    [
+        ("SaysNumbers", "contract", "text is int, not str"),
+        ("ListsActions", "contract", "neither None nor a tuple of str"),
+        ("NotANumber", "contract", "reward=nan is no finite number"),
+        ("OverAtOnce", "contract", "over as soon as it is reset"),
+        ("UselessExpert", "contract", "expert_actions() earns 0.0"),
+        ("UsesGlobalChance", "determinism", "draw chance from reset's seed"),
+        ("RemembersEpisodes", "determinism", "keep no state between resets"),
+        ("ListsASet", "other process", "sort what comes out of sets"),
+        ("RaisesAtNonsense", "nonsense", "step('') raised ValueError"),
+        ("SharesItsLog", "restore", "save_state must hold all"),
+        ("ForgetsItsLog", "restore", "restored to turn"),
+        ("CantBeCopied", "restore", "bpo.env.backend=replay"),
+        ("SharedBoard", "independence", "instances share something"),
+        ("LeavesFiles", "close", "3 open files behind"),
+        ("LeavesThreads", "close", "threads behind"),
+    ],
+)
+def test_a_broken_rule_is_found_and_explained(world, check, words):
+    report = check_environment(f"{BAD}:{world}", ["a", "b"])
+    found = {name: detail for name, held, detail in report.findings if not held}
+    assert check in found and words in found[check], report.render()
+    first = next(name for name, held, _ in report.findings if not held)
+    assert first == check, report.render()  # nothing else is blamed before it
+    assert report.costs == {}
+
+
+def test_a_difference_names_its_place():
+    report = check_environment(f"{BAD}:ForgetsItsLog", ["a"])
+    assert "task a, random episode, turn 2 (" in report.render() and "at character" in report.render()
+
+
+@pytest.mark.parametrize("name", [f"{BAD}:Counter", f"{REPOSITORY}/recipes/own_env/number_game.py:NumberGame"])
+def test_an_environment_that_keeps_the_rules_passes(name):
+    report = check_environment(name, ["train-1", "train-2"])
+    assert report.ok, report.render()
+    assert report.costs["snapshot bytes"] > 0 and report.costs["step"] >= 0
+
+
+def test_textworld_passes(tmp_path):
+    pytest.importorskip("textworld")
+    make_textworld_games(tmp_path, {"train": 2, "valid": 1}, level=4, progress=False)
+    tasks = load_environment("textworld").tasks(root=str(tmp_path))
+    report = check_environment("textworld", tasks)
+    assert report.ok, report.render()
+
+
+def test_alfworld_passes(tmp_path):
+    pytest.importorskip("alfworld")
+    from verl_bpo.envs.make_alfworld import make_alfworld_games
+
+    make_alfworld_games(tmp_path, {"train": 2}, progress=False)
+    tasks = load_environment("alfworld").tasks(root=str(tmp_path))
+    report = check_environment("alfworld", tasks, max_turns=6)
+    assert report.ok, report.render()
+    assert report.costs["save"] < 1.0 and report.costs["load"] < 1.0
+
+
+def test_webshop_passes(small_shop):
+    report = check_environment("webshop", ["0", "3"], {"data_dir": str(small_shop)})
+    assert report.ok, report.render()
+    assert report.costs["save"] < 1.0 and report.costs["snapshot bytes"] < 4096
+
+
+def test_the_command_prints_its_findings_and_fails_with_them(capsys, monkeypatch):
+    def run(world):
+        monkeypatch.setattr("sys.argv", ["verl-bpo", "check-env", f"{BAD}:{world}", "--tasks", "2"])
+        return cli.main(), capsys.readouterr().out
+
+    code, said = run("Counter")
+    assert code == 0 and said.count("ok  ") == 8 and "snapshot bytes" in said
+    code, said = run("SharesItsLog")
+    assert code == 1 and "NO  restore" in said
+
+
+def test_arguments_of_the_constructor_are_passed_on(small_shop):
+    report = check_environment(
+        "webshop", ["0"], json.loads(json.dumps({"data_dir": str(small_shop), "goals": "human"}))
+    )
+    assert report.ok, report.render()
