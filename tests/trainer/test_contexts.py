@@ -44,6 +44,8 @@ def per_turn(kind: type, windowed: bool, config) -> dict[str, list[list[float]]]
     record = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
     trainer = object.__new__(kind)
     trainer.bpo, trainer.global_steps = config, 1
+    estimator = "sapo" if kind is SAPOTrainer else "bpo"
+    trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator=estimator))
     found = {}
     trainer._put = lambda batch, masks, metrics, **values: found.update(values, mask=[m.float() for m in masks])
     value = torch.randn(2, len(tree.nodes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

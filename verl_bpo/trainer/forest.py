@@ -61,7 +61,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
         counters.append(record["counters"])
         failures += record["failures"]
-        asked += record["scores"]
+        asked += record.get("scores", [])
     integer, boolean, real = torch.long, torch.bool, torch.float64
     return TreeBatch(
         turns=Forest(
