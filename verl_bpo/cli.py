@@ -157,7 +157,11 @@ def parser() -> argparse.ArgumentParser:
         help="number of held-out games (default 32); alfworld: in each of valid_seen and valid_unseen",
     )
     games.add_argument(
-        "--level", type=int, default=1, choices=(1, 2, 3, 4), help="difficulty (default 1); textworld, and repair to 3"
+        "--level",
+        type=int,
+        default=1,
+        choices=(0, 1, 2, 3, 4),
+        help="difficulty (default 1); textworld, and repair to 3",
     )
     games.add_argument("--seed", type=int, default=0)
 

@@ -5,13 +5,13 @@
 #
 # ROOT=runs/quickstart   where everything goes
 # SEED=0                 seed of warm start and training
-# ENV_STEPS=10000         environment steps that each method may take
+# ENV_STEPS=8000         environment steps that each method may take
 # Finished parts are not done again; remove ROOT to start over.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT=${ROOT:-runs/quickstart}
 SEED=${SEED:-0}
-ENV_STEPS=${ENV_STEPS:-10000}
+ENV_STEPS=${ENV_STEPS:-8000}
 started=$SECONDS
 
 say() { printf '\n== %s (%d:%02d)\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
@@ -24,14 +24,14 @@ export OMP_NUM_THREADS=$(python -c 'import os; print(min(4, os.cpu_count()))') O
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 
 say "2/6 games"
-verl-bpo make-games "$ROOT/games" --train 400 --valid 64 --level 1
+verl-bpo make-games "$ROOT/games" --train 400 --valid 64 --level 0
 for split in train valid; do
   [ -e "$ROOT/$split.parquet" ] || verl-bpo make-data textworld "$ROOT/$split.parquet" --root "$ROOT/games" --split $split
 done
 
 say "3/6 warm start: imitation of walkthroughs with detours, stopped early"
 verl-bpo warmstart --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
-  --hidden-size 64 --detours 0.5 --max-turns 10 --until-success 0.25 --steps 800 --check-every 25
+  --hidden-size 64 --detours 0.5 --max-turns 6 --until-success 0.25 --steps 600 --check-every 25
 
 train() { # NAME OVERRIDES...
   local name=$1 log="$ROOT/$1.log"

@@ -111,7 +111,7 @@ class Diagnostics:
     The plain variance of group means would count the noise of a mean over few siblings as explained. 0 also when no
     prompt has two groups. A trunk that runs through several branch points counts in each of them."""
     advantage_mean: Tensor
-    """Mean over valid turns, before ``normalize``."""
+    """Mean over valid turns, before ``normalize`` and ``center``."""
     advantage_std: Tensor
     """Standard deviation over valid turns, before ``normalize``."""
 
@@ -135,6 +135,7 @@ def sibling_advantages(
     *,
     baseline: Baseline = "loo",
     normalize: Normalize = "none",
+    center: bool = False,
     leaf_return: LeafReturn = "leaf",
     weighting: Weighting = "uniform",
     trunk_in_siblings: TrunkInSiblings = "auto",
@@ -154,6 +155,10 @@ def sibling_advantages(
             fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
             centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
             Neither is unbiased.
+        center: [ours] subtract the mean over all valid turns (weighted by ``weighting``), after ``normalize``. Where failed
+            trajectories are longer than successful ones, most turns have negative advantages, and the loss mostly makes
+            what was sampled less likely, whatever it was. A constant that doesn't depend on the batch leaves the
+            expected gradient as it is; the batch's own mean biases it by a term of order 1/N.
         leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over
             its usable children's, recursively, which has less variance and the same expectation while all children are
             fair draws. At a branch point where one isn't (see ``exchangeable``) only the trunk's own continuation has
@@ -237,6 +242,10 @@ def sibling_advantages(
     weight = torch.ones_like(advantage)
     if weighting == "path_probability":
         weight = _product_along_path(forest.parent, 1 / siblings.clamp(min=1).to(weight.dtype))
+    if center:
+        share = weight.masked_fill(~valid, 0)
+        advantage = advantage - (share * advantage).sum() / share.sum().clamp(min=_noise(share))
+        advantage = advantage.masked_fill(~valid, 0)
 
     return TurnAdvantages(
         advantage=advantage,

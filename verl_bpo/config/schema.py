@@ -119,6 +119,9 @@ class AdvantageConfig:
     """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n."""
     normalize: str = "none"
     """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
+    center: bool = False
+    """Subtract the mean over the batch's turns. Where failures are longer than successes, most advantages are negative, and
+    learning then mostly pushes down whatever was sampled."""
     leaf_return: str = "leaf"
     """Return of a sibling: its own trajectory's ``leaf``, or ``tree_mean``, the mean over its children, recursively."""
     weighting: str = "uniform"
@@ -250,7 +253,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "depth": 2,
         },
         "budget": {"unit": "leaves", "limit": 8},
-        "advantage": {"leaf_return": "tree_mean", "baseline": "loo"},
+        "advantage": {"leaf_return": "tree_mean", "baseline": "loo", "center": True},
     },
 }
 """``plain``: no branching, what the baselines use. ``paper``: one backbone, entropy threshold, leaf returns.

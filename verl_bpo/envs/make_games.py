@@ -53,6 +53,7 @@ class Level:
 
 
 LEVELS: dict[int, Level] = {
+    0: Level(rooms=1, supporters=3, containers=0, objects=3, moves=(2, 2)),
     1: Level(rooms=2, supporters=2, containers=0, objects=4, moves=(3, 4)),
     2: Level(rooms=3, supporters=2, containers=0, objects=4, moves=(3, 5), spoilable=True),
     3: Level(rooms=2, supporters=2, containers=1, objects=2, moves=(4, 5), hidden=True, spoilable=True),
@@ -74,7 +75,7 @@ def make_textworld_games(
 
     Args:
         counts: games per split; default 64 train and 32 valid.
-        level: 1 to 4, see :data:`LEVELS`.
+        level: 0 to 4, see :data:`LEVELS`.
 
     Returns:
         ``out_dir``.
