@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import engine_worker
@@ -94,25 +95,56 @@ def result(engine, budget: int) -> dict:
     }  # fmt: skip
 
 
-def readout(folder: Path, vendor: str) -> dict:
-    """Values after two updates of an actor with SAPO's readout, on rows that share their first tokens."""
-    stock = engine_worker.rows
+def tree_rows(context: str, rank: int = 0, ranks: int = 1, seed: int = 0) -> TensorDict:
+    """Rows of six leaves of one tree of three turns, four tokens an action and three an observation. ``full``: a row per
+    leaf that trains its own turns. ``window``: a row per turn, whose prompt is the context's beginning and end."""
+    rng = random.Random(seed)
+    run = lambda n: [rng.randrange(1, 50) for _ in range(n)]  # noqa: E731
+    prompt, leaves, rows = run(5), [], []
+    for leaf in range(6):
+        own = 0 if not leaf else 1 + leaf % 2  # the first turn that this leaf doesn't share with its trunk
+        turns = [*(leaves[leaf // 3][:own] if leaf else []), *((run(4), run(3)) for _ in range(3 - own))]
+        leaves.append(turns)
+        if context == "full":
+            response, turn_id = [], []
+            for i, (action, observation) in enumerate(turns):
+                response += action + (observation if i < 2 else [])
+                turn_id += [max(i - own + 1, 0)] * 4 + [0] * (3 if i < 2 else 0)
+            rows.append((prompt, response, turn_id))
+            continue
+        for i in range(own, 3):
+            past = [t for action, observation in turns[:i] for t in action + observation]
+            rows.append((prompt + past[-7:], turns[i][0], [1] * 4))
+    rows = rows[: len(rows) // 2 * 2]
+    rows = rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    fields = {
+        "prompts": [torch.tensor(p) for p, _, _ in rows],
+        "responses": [torch.tensor(r) for _, r, _ in rows],
+        "input_ids": [torch.tensor(p + r) for p, r, _ in rows],
+        "position_ids": [torch.arange(len(p + r)) for p, r, _ in rows],
+        "turn_id": [torch.tensor(t) for _, _, t in rows],
+        "response_mask": [(torch.tensor(t) > 0).long() for _, _, t in rows],
+    }
+    fields["loss_mask"] = fields["response_mask"]
+    for key in ("old_log_probs", "advantages", "returns", "action_targets", "old_state_values", "old_action_values"):
+        fields[key] = [torch.randn(len(r), generator=draw) - 3 * (key == "old_log_probs") for _, r, _ in rows]
+    jagged = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in fields.items()}
+    return TensorDict(jagged, batch_size=len(rows))
 
-    def sharing(*args):
-        data = stock(*args)
-        ids = [x.clone() for x in data["input_ids"].unbind()]
-        for row in ids[1:]:
-            row[:5] = ids[0][:5]
-        data["input_ids"] = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
-        return data
 
-    engine_worker.rows = sharing
+def readout(folder: Path, vendor: str, context: str) -> dict:
+    """Values after two updates of an actor with SAPO's readout on the rows of a tree."""
+    stock, engine_worker.rows = engine_worker.rows, partial(tree_rows, context)
     try:
         os.environ["VERL_ENGINE_VENDOR"] = vendor
         engine = engine_worker.build(folder)
-        engine_worker.train(engine, engine_worker.value_loss(), 2, rank=dist.get_rank(), ranks=dist.get_world_size())
+        metrics = engine_worker.train(
+            engine, engine_worker.value_loss(), 2, rank=dist.get_rank(), ranks=dist.get_world_size()
+        )
         values = {k: torch.cat(list(v.unbind())) for k, v in engine_worker.infer(engine).items() if "values" in k}
-        return {"engine": type(engine).__name__, "weights": engine_worker.whole(engine), **values}
+        losses = engine_worker.plain(metrics)[-1]
+        return {"engine": type(engine).__name__, "weights": engine_worker.whole(engine), "losses": losses, **values}
     finally:
         engine_worker.rows = stock
 
@@ -124,7 +156,9 @@ def main(folder: Path) -> None:
             engine = build(folder, vendor, checkpointing)
             for budget in (100_000, 120):
                 found[vendor, checkpointing, budget] = result(engine, budget)
-    found["readout"] = {vendor: readout(folder, vendor) for vendor in ("stock", packed_engine.VENDOR)}
+    for context in ("full", "window"):
+        for vendor in ("stock", packed_engine.VENDOR):
+            found["readout", context, vendor] = readout(folder, vendor, context)
     if dist.get_rank() == 0:
         torch.save(found, folder / f"packed-{dist.get_world_size()}.pt")
 

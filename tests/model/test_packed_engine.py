@@ -49,12 +49,16 @@ def test_packed_engine_equals_verls(found, checkpointing, budget):
         torch.testing.assert_close(ours["grads"][name], grad, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_an_actor_with_a_readout_learns_the_same_values(found):
-    theirs, ours = found["readout"]["stock"], found["readout"]["packed_tree"]
+@pytest.mark.parametrize("context", ["full", "window"])
+def test_an_actor_with_a_readout_learns_the_same_values(found, context):
+    theirs, ours = found["readout", context, "stock"], found["readout", context, "packed_tree"]
     assert (theirs["engine"], ours["engine"]) == ("ValueReadoutEngine", "PackedReadoutEngine")
     for key in ("state_values", "action_values"):
         assert theirs[key].abs().max() > 1e-3
         torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-4)
+    assert 0 < ours["losses"]["packed/unique_tokens"] < 0.9 * ours["losses"]["packed/total_tokens"]
+    for key in ("sapo/v_loss", "sapo/q_loss"):
+        assert ours["losses"][key] == pytest.approx(theirs["losses"][key], rel=1e-4)
     for name, weight in theirs["weights"].items():
         torch.testing.assert_close(ours["weights"][name], weight, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 

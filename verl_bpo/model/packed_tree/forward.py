@@ -64,10 +64,12 @@ def tree_outputs(
     """
     if temperature != 1.0:
         logits = logits / temperature
-    normalizer = torch.logsumexp(logits, -1)
     edges = (tree.parent >= 0).nonzero()[:, 0]
     parent = tree.parent[edges]
-    chosen = logits[parent, tree.token_ids[edges]] - normalizer[parent]
+    # Backward runs in reverse: chosen before normalised, so that no second gradient of the logits is there at the peak.
+    chosen = logits[parent, tree.token_ids[edges]]
+    normalizer = torch.logsumexp(logits, -1)
+    chosen = chosen - normalizer[parent]
     log_probs = chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen)
     if not entropy:
         return log_probs, None
