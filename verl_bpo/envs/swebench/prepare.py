@@ -167,7 +167,7 @@ def _check(instance: dict[str, Any]) -> list[str]:
     limits = Limits(memory=4 << 30, disk=1 << 30, processes=512, output=16 << 20)
     with open_shell(instance, limits=limits) as shell:
         untouched = score(shell, instance, 1800)
-        if set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
+        if untouched.problem or set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
             raise PrepareError(
                 f"its tests don't fail without the solution ({untouched.problem or 'they pass'}): "
                 f"{untouched.log.strip()[-200:]!r}"
