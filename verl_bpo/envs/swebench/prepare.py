@@ -7,6 +7,7 @@ accepted, its tests must fail without the dataset's own solution and pass with i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -91,20 +92,25 @@ def prepare(
         raise PrepareError(f"{out}: keep instances outside of /tmp, which every sandbox has its own of")
     ready, failed = [], {}
     rows = list(rows)
+    out.mkdir(parents=True, exist_ok=True)
     for row in tqdm(rows, desc="preparing", unit="instance"):
         name, folder = row["instance_id"], out / row["instance_id"]
-        try:
-            if (folder / "instance.json").is_file() and load_instance(folder / "instance.json")["prepared"] == _VERSION:
+        with open(out / f".{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same one
+            try:
+                if not _is_ready(folder / "instance.json"):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
+                    _prepare(row, folder, source, remote, say)
                 ready.append(name)
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            _prepare(row, folder, source, remote, say)
-            ready.append(name)
-        except (PrepareError, OSError) as error:
-            failed[name] = str(error)
-            say(f"{name}: {error}")
+            except (PrepareError, OSError) as error:
+                failed[name] = str(error)
+                say(f"{name}: {error}")
     return ready, failed
+
+
+def _is_ready(file: Path) -> bool:
+    return file.is_file() and load_instance(file).get("prepared") == _VERSION
 
 
 def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: Callable[[str], None]) -> None:
