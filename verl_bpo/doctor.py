@@ -78,8 +78,10 @@ def _engines() -> list[Check]:
 
 def _environments() -> list[Check]:
     from verl_bpo.envs import ENVIRONMENTS, environment_status
+    from verl_bpo.sandbox.overlay import probe
 
-    return [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
+    shells = Check("isolated shells", *probe())
+    return [shells] + [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
 
 
 def diagnose(mode: str | None = None, env: str | None = None) -> tuple[list[tuple[str, list[Check]]], list[str]]:

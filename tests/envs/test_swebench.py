@@ -71,7 +71,7 @@ def test_the_verdict_is_the_benchmarks():
     assert not grade("PASSED t.py::old\n", 0, wanted).resolved, "a test that isn't there didn't pass"
     assert grade("", 0, wanted).share_fixed == 0
     forged = grade("PASSED t.py::new\nPASSED t.py::old\nPASSED t.py::odd\n", 1, wanted)
-    assert not forged.resolved and "doesn't fit" in forged.problem
+    assert not forged.resolved and "no failed test" in forged.problem
 
 
 def test_bad_inputs_are_told(tmp_path):

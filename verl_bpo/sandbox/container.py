@@ -93,6 +93,8 @@ class ContainerShell:
             "disk": "file size only" if allow_unsafe else "container",
         }  # fmt: skip
         self._first = self._state = ContainerFiles(found, image, None, None)
+        self._engines_own: set[str] | None = None
+        """Changes that a container of no command has: files that the engine puts there."""
         self._name: str | None = None
         self._process: subprocess.Popen | None = None
 
@@ -130,7 +132,7 @@ class ContainerShell:
     def save(self) -> ContainerFiles:
         """The files as they are now. Where nothing changed since the last one, it is the same again."""
         with self._lock:
-            if self._name is not None and self._ask("diff", self._name).strip():
+            if self._name is not None and self._changes() - self._engines_own:
                 image = f"localhost/verl-bpo-{uuid.uuid4().hex[:12]}"
                 self._ask("commit", "--change", f"LABEL {_OWNER}={_myself()}", self._name, image)
                 self._state = ContainerFiles(self._engine, image, None, self._state)
@@ -162,15 +164,20 @@ class ContainerShell:
         if self._name is not None and self._process.poll() is None:
             return
         self._name = f"verl-bpo-{uuid.uuid4().hex[:12]}"
-        line = [*self._engine, "run", "--rm", "-i", "--name", self._name, *self._options, "--entrypoint", "sh"]
-        # It reads from this process, so that it ends with it.
-        line += [self._state.image, "-c", "echo ready; exec cat >/dev/null"]
+        line = [*self._engine, "run", "--rm", "-i", "--name", self._name, *self._options, "--entrypoint", self._program]
+        # It reads from this process, so that it ends with it; bash also buries what commands left.
+        line += [self._state.image, "-c", "echo ready; while read -r line; do :; done"]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if self._process.stdout.readline() != b"ready\n":
             problem = self._process.communicate()[1].decode(errors="replace").strip()
             self._name = None
             advice = " (the storage can't limit the disk? allow_unsafe=true does without)" if "size" in problem else ""
             raise SandboxError(f"no container of {self._state.image}: {problem[-300:]}{advice}")
+        if self._engines_own is None:
+            self._engines_own = self._changes()
+
+    def _changes(self) -> set[str]:
+        return set(self._ask("diff", self._name).splitlines())
 
     def _stop(self) -> None:
         if self._name is not None:

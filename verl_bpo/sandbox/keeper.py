@@ -663,9 +663,19 @@ def _proc_covers(no_folder: str, no_file: str) -> list[tuple[str, str]]:
             continue
         if entry.name in _HIDDEN:
             covers.append((entry.path, no_folder if entry.is_dir() else no_file))
-        elif entry.is_dir() or stat.S_IMODE(entry.stat().st_mode) & 0o222:
+        elif _writable(entry.path):
             covers.append((entry.path, entry.path))
     return covers
+
+
+def _writable(path: str) -> bool:
+    """Whether a file, or any below a folder, has a bit for writing. What can't be looked at counts as writable."""
+    try:
+        if not os.path.isdir(path):
+            return bool(os.stat(path).st_mode & 0o222)
+        return any(_writable(entry.path) for entry in os.scandir(path) if not entry.is_symlink())
+    except OSError:
+        return True
 
 
 def _size(folder: str) -> int:

@@ -89,9 +89,9 @@ def grade(log: str, returncode: int, instance: dict[str, Any], left_out: tuple[s
         ) from error
     spec = SimpleNamespace(repo=instance["repo"], version=instance["version"], instance_id=instance["instance_id"])
     status = MAP_REPO_TO_PARSER[instance["repo"]](log, spec)
-    # Tests that failed make the command fail, and only they: otherwise the log isn't that of the run.
-    if (returncode != 0) != any(value in ("FAILED", "ERROR") for value in status.values()):
-        problem = f"the test command's exit code {returncode} doesn't fit its output"
+    # A command that fails without a failed test didn't get to the end, or its output was forged.
+    if returncode != 0 and not any(value in ("FAILED", "ERROR") for value in status.values()):
+        problem = f"the test command ended with exit code {returncode} and no failed test"
         return Verdict(False, 0.0, (), left_out, problem, log)
     excluded = set(instance.get("excluded_pass_to_pass", ()))
     expected = {

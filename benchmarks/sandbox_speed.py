@@ -1,0 +1,284 @@
+"""What snapshots, forks, restores and commands of each backend cost, and whether anything is left behind.
+
+Wall milliseconds (median and 95th percentile); for commands also CPU milliseconds, which a busy machine changes less.
+A restore is a fork's first step on another state than the live one.
+
+    python benchmarks/sandbox_speed.py [--forks 20000] [--tree FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_bpo.sandbox import Environment, MemorySandbox, Nursery, Observation, ReplaySandbox, Sandbox, SandboxError
+from verl_bpo.sandbox.overlay import Shell
+
+RESULT = Path(__file__).with_name("results") / "sandbox_speed.json"
+
+
+class Heap(Environment):
+    """A world of ``megabytes`` in small objects and one number."""
+
+    def __init__(self, megabytes: int = 1) -> None:
+        self.heap = [bytearray(1 << 20) for _ in range(megabytes)]
+
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        self.count = 0
+        return Observation("0")
+
+    def step(self, action: str) -> Observation:
+        self.count += 1
+        return Observation(str(self.count))
+
+
+class Saving(Heap):
+    def save_state(self) -> int:
+        return self.count
+
+    def load_state(self, state: int) -> None:
+        self.count = state
+
+
+class ShellWorld(Environment):
+    """A tree of files; a step is a command."""
+
+    def __init__(self, base: str, files: str = "overlay") -> None:
+        self.shell = Shell({"/testbed": base}, files=files)
+
+    def reset(self, task: str, seed: int = 0) -> Observation:
+        self.shell.reset()
+        return Observation("")
+
+    def step(self, action: str) -> Observation:
+        return Observation(self.shell.execute(action).output)
+
+    def save_state(self) -> object:
+        return self.shell.save()
+
+    def load_state(self, state: object) -> None:
+        self.shell.load(state)
+
+    def close(self) -> None:
+        self.shell.close()
+
+
+def clock(samples: list[float], call: Callable, *arguments: object) -> Any:
+    start = time.perf_counter()
+    result = call(*arguments)
+    samples.append(1e3 * (time.perf_counter() - start))
+    return result
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    return {
+        "median_ms": round(statistics.median(samples), 3),
+        "p95_ms": round(statistics.quantiles(samples, n=20)[-1], 3),
+        "n": len(samples),
+    }
+
+
+def measure(trunk: Sandbox, action: str, rounds: int) -> dict[str, object]:
+    """A step, a snapshot, a fork, the fork's first step, ``rounds`` times; then a chain of 20 forks of forks, and 200
+    forks at once."""
+    trunk.reset("task")
+    times: dict[str, list[float]] = {name: [] for name in ("step", "snapshot", "fork", "first step of a fork")}
+    nbytes = []
+    for _ in range(rounds):
+        clock(times["step"], trunk.step, action)
+        snapshot = clock(times["snapshot"], trunk.snapshot)
+        (fork,) = clock(times["fork"], trunk.fork, snapshot)
+        clock(times["first step of a fork"], fork.step, action)
+        nbytes.append(snapshot.nbytes)
+        fork.close()
+        snapshot.release()
+    chain, branch, kept = [], trunk, []
+    for _ in range(20):
+        started = time.perf_counter()
+        kept.append(branch.snapshot())
+        (branch,) = branch.fork(kept[-1])
+        branch.step(action)
+        chain.append(1e3 * (time.perf_counter() - started))
+        kept.append(branch)
+    snapshot = trunk.snapshot()
+    started = time.perf_counter()
+    many = [fork for fork in snapshot.fork(200) if not isinstance(fork, Exception)]
+    many_ms = 1e3 * (time.perf_counter() - started)
+    for thing in (*many, *kept, snapshot):
+        thing.close() if isinstance(thing, Sandbox) else thing.release()
+    known = [size for size in nbytes if size is not None]
+    return {
+        **{name: summary(samples) for name, samples in times.items()},
+        "bytes_per_snapshot": statistics.median(known) if known else None,
+        "level_1_to_5_of_a_chain_ms": round(statistics.median(chain[:5]), 3),
+        "level_16_to_20_of_a_chain_ms": round(statistics.median(chain[15:]), 3),
+        "forks_of_200_made": len(many),
+        "200_forks_ms": round(many_ms, 1),
+        "steps_per_second": round(1e3 / statistics.mean(times["step"]), 1),
+    }
+
+
+def make_tree(folder: Path, megabytes: int) -> Path:
+    """Files of 16 KiB in folders of 100."""
+    for number in range(megabytes * 64):
+        place = folder / f"d{number // 100}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"f{number}.py").write_bytes(number.to_bytes(4, "big") * 4096)
+    return folder
+
+
+def worlds(scratch: Path, large: Path) -> Iterator[tuple[str, Callable[[], tuple[Sandbox, Callable[[], None]]], str]]:
+    """Name, a function that makes the sandbox and what ends it, and the action of a step."""
+    small = make_tree(scratch / "small", 1)
+
+    def in_memory(make: Callable[[], Environment]) -> Callable:
+        def opened() -> tuple[Sandbox, Callable[[], None]]:
+            sandbox = MemorySandbox(make())
+            return sandbox, sandbox.close
+
+        return opened
+
+    def forked(megabytes: int) -> Callable:
+        def opened() -> tuple[Sandbox, Callable[[], None]]:
+            nursery = Nursery(f"{__file__}:Heap", {"megabytes": megabytes})
+            return nursery.branch(), nursery.close
+
+        return opened
+
+    def replayed() -> tuple[Sandbox, Callable[[], None]]:
+        sandbox = ReplaySandbox(Heap)
+        return sandbox, sandbox.close
+
+    touch = "echo x >> d0/f0.py"
+    yield "memory, own save_state", in_memory(Saving), "a"
+    yield "memory, deep copy of 1 MB", in_memory(Heap), "a"
+    yield "fork, 1 MB heap", forked(1), "a"
+    yield "fork, 200 MB heap", forked(200), "a"
+    yield "replay (up to 50 actions)", replayed, "a"
+    yield "overlay, 1 MB tree", in_memory(lambda: ShellWorld(str(small))), touch
+    yield "overlay, large tree", in_memory(lambda: ShellWorld(str(large))), touch
+    yield "git, 1 MB tree", in_memory(lambda: ShellWorld(str(small), "git")), touch
+
+
+def commands(rounds: int) -> dict[str, Any]:
+    """What a command costs in a sandbox and in plain bash, in turns."""
+    plain: list[float] = []
+    inside: list[float] = []
+
+    def cpu_ms(pid: int) -> float:
+        """Of a process and of its children that have ended."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 1e3 * sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    with Shell({"/testbed": None}) as shell:
+        keeper = shell._keeper._process.pid
+        shell.execute("true")
+        inside_cpu, plain_cpu = cpu_ms(keeper), resource.getrusage(resource.RUSAGE_CHILDREN)
+        for _ in range(rounds):
+            clock(plain, subprocess.run, ["/bin/bash", "-c", "true"])
+            clock(inside, shell.execute, "true")
+        inside_cpu = cpu_ms(keeper) - inside_cpu
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        plain_s = after.ru_utime + after.ru_stime - plain_cpu.ru_utime - plain_cpu.ru_stime
+    return {
+        "plain bash": {**summary(plain), "cpu_ms": round(1e3 * plain_s / rounds, 2)},
+        "in a sandbox": {**summary(inside), "cpu_ms": round(inside_cpu / rounds, 2)},
+    }
+
+
+def leftovers(forks: int, base: Path) -> dict[str, object]:
+    """Snapshot and fork a shell this often; what is there afterwards that wasn't there before."""
+
+    def present() -> dict[str, int]:
+        groups = list(Path("/sys/fs/cgroup").glob("**/verl-bpo-*")) if os.geteuid() == 0 else []
+        return {
+            "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
+            "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+            "folders": len(list(Path(tempfile.gettempdir()).glob("verl-bpo-shell-*"))),
+            "control groups": len(groups),
+        }
+
+    before = present()
+    started = time.perf_counter()
+    world = ShellWorld(str(base))
+    trunk = MemorySandbox(world)
+    trunk.reset("task")
+    trunk.step("echo 1 > x")
+    for number in range(forks):
+        snapshot = trunk.snapshot()
+        (fork,) = trunk.fork(snapshot)
+        if number % 200 == 0:  # a command now and then; the rest is the bookkeeping
+            fork.step("echo 2 >> x")
+        fork.close()
+        snapshot.release()
+    layers = len(list(Path(f"/proc/{world.shell._keeper._process.pid}/root{world.shell._scratch.folder}").glob("l*")))
+    trunk.close()
+    after = present()
+    return {
+        "forks": forks,
+        "seconds": round(time.perf_counter() - started, 1),
+        "layers_before_closing": layers,
+        "left": {name: after[name] - before[name] for name in before if name != "processes"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--forks", type=int, default=20_000)
+    parser.add_argument("--tree", type=Path, help="large tree; default: 80 MB of small files, made here")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+
+    result: dict[str, object] = {
+        "machine": {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()},
+        "load_before": os.getloadavg(),
+        "backends": {},
+    }
+    scratch = Path(tempfile.mkdtemp(prefix="sandbox-speed-"))
+    try:
+        large = arguments.tree or make_tree(scratch / "large", 80)
+        print(
+            f"{'backend':28} {'snapshot':>10} {'fork':>10} {'1st step':>10} {'step':>10} {'p95 snap':>10} {'200 forks':>10}"
+        )
+        for name, make, action in worlds(scratch, large):
+            try:
+                sandbox, end = make()
+            except SandboxError as error:
+                print(f"{name:28} not here: {error}")
+                continue
+            try:
+                row = measure(sandbox, action, arguments.rounds)
+            finally:
+                end()
+            result["backends"][name] = row
+            print(
+                f"{name:28} {row['snapshot']['median_ms']:10.3f} {row['fork']['median_ms']:10.3f} "
+                f"{row['first step of a fork']['median_ms']:10.3f} {row['step']['median_ms']:10.3f} "
+                f"{row['snapshot']['p95_ms']:10.3f} {row['200_forks_ms']:10.1f}",
+                flush=True,
+            )
+        result["commands"] = commands(arguments.rounds)
+        result["leftovers"] = leftovers(arguments.forks, scratch / "small")
+    finally:
+        shutil.rmtree(scratch)
+    result["load_after"] = os.getloadavg()
+    print(json.dumps({key: result[key] for key in ("commands", "leftovers", "load_before", "load_after")}, indent=1))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
