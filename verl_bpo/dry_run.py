@@ -28,7 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
 from verl_bpo.config.schema import BPOConfig, ConfigError
+from verl_bpo.envs import load_environment
 from verl_bpo.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
+from verl_bpo.sandbox.base import SandboxError
 
 CONFIG_FOLDER = Path(verl_bpo.config.__file__).parent
 OPEN = ("override_config", "engine_kwargs", "sampler_kwargs", "kwargs", "env_vars", "ray_init", "runtime_env")
@@ -168,7 +170,9 @@ def _validate(report: Report) -> list[str]:
 
 
 def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]:
-    """Prompt files that aren't there, and the first task of each file that its environment can't list."""
+    """Prompt files that aren't there, or whose first task isn't."""
+    import pandas
+
     missing = []
     for key in ("train_files", "val_files"):
         files = config.data[key]
@@ -177,6 +181,13 @@ def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]
             if not path.is_file():
                 split = path.stem
                 missing.append(f"data.{key}: no {name}: verl-bpo make-data {bpo.env.name} {name} --split {split}")
+                continue
+            task = next(iter(pandas.read_parquet(path, columns=["extra_info"]).extra_info), None)
+            try:
+                if task is not None:
+                    load_environment(task.get("env") or bpo.env.name).task_file(task["task"])
+            except SandboxError as error:
+                missing.append(f"data.{key}: {name}: {error}")
     return missing
 
 

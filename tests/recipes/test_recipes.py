@@ -8,6 +8,7 @@ from verl_bpo.dry_run import dry_run, recipe_arguments, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("recipes/*/*/run_*.sh"))
+SOME = {"train": 6, "valid_seen": 1, "valid_unseen": 1}
 METHODS = {"bpo": "bpo", "sapo": "sapo", "grpo": "grpo", "rloo": "rloo", "ppo": "gae"}
 
 
@@ -79,6 +80,22 @@ def test_missing_data_is_named_with_the_command_that_makes_it(monkeypatch):
         for split in ("train", "valid_seen", "valid_unseen")
     ]
     assert render(report).splitlines()[-1].startswith("missing: data.val_files")
+
+
+def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
+    from verl_bpo.data import write_prompts
+    from verl_bpo.envs.make_alfworld import make_alfworld_games
+
+    monkeypatch.setenv("ALFWORLD_DATA", str(make_alfworld_games(tmp_path / "games", progress=False, counts=SOME)))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    for split in SOME:
+        write_prompts("alfworld", split, tmp_path / f"{split}.parquet")
+    arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh")
+    report = dry_run(arguments, 80.0, REPOSITORY)
+    assert report.missing == [] and render(report).splitlines()[-1] == "ready"
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "elsewhere"))
+    missing = dry_run(arguments, 80.0, REPOSITORY).missing
+    assert len(missing) == 3 and "no ALFWorld game at" in missing[0] and "alfworld-download" in missing[0]
 
 
 @pytest.mark.parametrize(
