@@ -49,6 +49,16 @@ def test_a_recipe_is_what_its_path_says(reports, recipe):
     assert all(part in model for part in name.split("_")[2:])
 
 
+def test_the_readme_states_what_the_dry_run_estimates(reports):
+    readme = (REPOSITORY / "recipes/README.md").read_text().splitlines()
+    for recipe, report in reports.items():
+        (row,) = [line for line in readme if line.startswith(f"| [{recipe.removeprefix('recipes/')}]")]
+        gpus = report.config.trainer.n_gpus_per_node
+        steps = report.bpo.max_env_steps / report.usual.env_steps
+        hours = steps * (report.usual.update_seconds + report.usual.decode_seconds) / 3600
+        assert f"| {gpus} x 80 GB | {report.memory.peak:.0f} GiB, {hours:.1f} h |" in row
+
+
 @pytest.mark.parametrize("environment", ["alfworld", "webshop"])
 def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(reports, environment):
     """Equal environment steps in all, trajectories a step, updates a step, limits, prompts and KL."""
