@@ -135,3 +135,17 @@ def test_a_key_misspelt_in_a_yaml_file_is_found(tmp_path):
     (tmp_path / "alfworld.yaml").write_text((REPOSITORY / "recipes/config/alfworld.yaml").read_text())
     report = dry_run(["--config-dir", str(tmp_path), "--config-name", "alfworld"])
     assert report.problems == ["unknown key trainer.test_frequency: did you mean trainer.test_freq?"]
+
+
+def test_the_command_takes_hydras_options_in_any_order(capsys, monkeypatch):
+    from verl_bpo import cli
+
+    monkeypatch.chdir(REPOSITORY)
+    arguments = "bpo.seed=7 --config-dir recipes/quickstart --dry-run --config-name quickstart --gpu-memory 24"
+    monkeypatch.setattr("sys.argv", ["verl-bpo", "train", *arguments.split(), "bpo.nothing=1"])
+    assert cli.main() == 1
+    assert "nothing" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["verl-bpo", "train", *arguments.split()])
+    assert cli.main() == 1  # its games aren't made
+    said = capsys.readouterr().out
+    assert "seed: 7" in said and "GPUs of 24 GiB" in said and "problem" not in said and "missing" in said
