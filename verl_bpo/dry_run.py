@@ -93,11 +93,10 @@ def _compose(arguments: Sequence[str], folder: Path) -> tuple[DictConfig, DictCo
     parser = argparse.ArgumentParser(prog="verl-bpo train", add_help=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="bpo_trainer")
-    parser.add_argument("overrides", nargs="*")
-    known = parser.parse_args(list(arguments))
+    known, overrides = parser.parse_known_args(list(arguments))
     own = folder / known.config_dir if known.config_dir else CONFIG_FOLDER
     with initialize_config_dir(str(own.resolve()), version_base=None):
-        config = compose(known.config_name, known.overrides)
+        config = compose(known.config_name, overrides)
     return config, _reference()
 
 
