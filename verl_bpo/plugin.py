@@ -97,6 +97,11 @@ def _trainer(module: Any) -> None:
 def _engine(module: Any) -> None:
     import verl_bpo.model.engine  # noqa: F401
 
+    if on_cpu():
+        from verl_bpo.platform.cpu import patch_offload
+
+        patch_offload(module)
+
 
 @_hook("verl.experimental.agent_loop", "agent loop tree_agent")
 def _agent_loop(module: Any) -> None:

@@ -132,3 +132,30 @@ def test_a_critic_loads_on_cpu(on_cpu, tmp_path):
 
 def test_the_critic_loader_is_verls_own_elsewhere(elsewhere):
     assert critic_loader(lambda *args: args)("path", torch.float32, None, False) == ("path", torch.float32, None, False)
+
+
+# --- reference policy -------------------------------------------------------------------------------------------------
+
+
+def test_verl_still_offloads_every_reference_policy_to_pinned_memory():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    source = inspect.getsource(FSDPEngine._build_fsdp_module)
+    assert "offload_policy or self.engine_config.forward_only" in source
+    assert "CPUOffloadPolicy(pin_memory=True)" in source
+
+
+def offload_policy():
+    module = SimpleNamespace(CPUOffloadPolicy=lambda pin_memory: ("verl's own", pin_memory))
+    cpu.patch_offload(module)
+    return module.CPUOffloadPolicy(pin_memory=True)
+
+
+def test_nothing_is_offloaded_from_the_cpu(on_cpu):
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    assert isinstance(offload_policy(), OffloadPolicy) and not isinstance(offload_policy(), CPUOffloadPolicy)
+
+
+def test_the_reference_policy_is_offloaded_as_verl_wants_elsewhere(elsewhere):
+    assert offload_policy() == ("verl's own", True)

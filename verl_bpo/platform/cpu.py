@@ -175,3 +175,15 @@ def patch_valuehead_loader(module: ModuleType) -> None:
         )
 
     module.load_valuehead_model = load_valuehead_model
+
+
+def patch_offload(module: ModuleType) -> None:
+    """``verl.workers.engine.fsdp.transformer_impl``: no offload, since everything is in the CPU's memory already.
+
+    verl 0.9.1 gives every FSDP2 reference policy ``CPUOffloadPolicy(pin_memory=True)``, and torch refuses to pin memory
+    without an accelerator.
+    """
+    from torch.distributed.fsdp import OffloadPolicy
+
+    original = module.CPUOffloadPolicy
+    module.CPUOffloadPolicy = lambda **kwargs: OffloadPolicy() if on_cpu() else original(**kwargs)

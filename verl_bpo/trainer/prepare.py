@@ -196,8 +196,6 @@ def cpu_defaults(config: DictConfig) -> list[str]:
         wanted[f"{role}.strategy"] = "fsdp2"
         wanted[f"{role}.{engine}.model_dtype"] = "fp32"
         wanted[f"{role}.{engine}.use_torch_compile"] = False
-        for part in ("param_offload", "optimizer_offload", "offload_policy"):  # to pinned memory, which needs a device
-            wanted[f"{role}.{engine}.{part}"] = False
         for part in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             wanted[f"{role}.{engine}.mixed_precision.{part}"] = "fp32"
     wanted["actor_rollout_ref.actor.use_torch_compile"] = False
