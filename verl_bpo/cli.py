@@ -118,6 +118,13 @@ def _table(cls: type, prefix: str) -> list[tuple[str, object, str]]:
     return rows
 
 
+def _add_dry_run(train: argparse.ArgumentParser) -> None:
+    train.add_argument(
+        "--dry-run", action="store_true", help="only check the overrides, or recipes (*.sh), and estimate their costs"
+    )
+    train.add_argument("--gpu-memory", type=float, default=80.0, help="GiB a GPU, for the estimate (default 80)")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line; each subcommand has its own ``--help``."""
     top = argparse.ArgumentParser(prog="verl-bpo", description=__doc__)
@@ -133,10 +140,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "overrides", nargs="*", help="Hydra overrides, such as bpo.preset=guided, and Hydra's own options"
     )
-    train.add_argument(
-        "--dry-run", action="store_true", help="only check the overrides, or recipes (*.sh), and estimate their costs"
-    )
-    train.add_argument("--gpu-memory", type=float, default=80.0, help="GiB a GPU, for the estimate (default 80)")
+    _add_dry_run(train)
 
     doctor = add("doctor", _doctor, "show versions, registrations, engines and environments; fails if a mode can't run")
     doctor.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
@@ -206,10 +210,10 @@ def main() -> int:
     arguments, rest = parser().parse_known_args()
     if rest and arguments.command != "train":
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    if arguments.command == "train":  # Hydra reads its own options, such as --config-dir
-        arguments.overrides = (
-            [*arguments.overrides, *rest] if arguments.dry_run else sys.argv[sys.argv.index("train") + 1 :]
-        )
+    if arguments.command == "train":  # Hydra reads its own options, such as --config-dir, in their order
+        own = argparse.ArgumentParser(add_help=False)
+        _add_dry_run(own)
+        arguments.overrides = own.parse_known_args(sys.argv[sys.argv.index("train") + 1 :])[1]
     try:
         return arguments.run(arguments)
     except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:

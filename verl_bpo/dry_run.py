@@ -28,7 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
 from verl_bpo.config.schema import BPOConfig, ConfigError
+from verl_bpo.envs import load_environment
 from verl_bpo.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
+from verl_bpo.sandbox.base import SandboxError
 
 CONFIG_FOLDER = Path(verl_bpo.config.__file__).parent
 OPEN = ("override_config", "engine_kwargs", "sampler_kwargs", "kwargs", "env_vars", "ray_init", "runtime_env")
@@ -91,11 +93,10 @@ def _compose(arguments: Sequence[str], folder: Path) -> tuple[DictConfig, DictCo
     parser = argparse.ArgumentParser(prog="verl-bpo train", add_help=False)
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn", default="bpo_trainer")
-    parser.add_argument("overrides", nargs="*")
-    known = parser.parse_args(list(arguments))
+    known, overrides = parser.parse_known_args(list(arguments))
     own = folder / known.config_dir if known.config_dir else CONFIG_FOLDER
     with initialize_config_dir(str(own.resolve()), version_base=None):
-        config = compose(known.config_name, known.overrides)
+        config = compose(known.config_name, overrides)
     return config, _reference()
 
 
@@ -168,7 +169,9 @@ def _validate(report: Report) -> list[str]:
 
 
 def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]:
-    """Prompt files that aren't there, and the first task of each file that its environment can't list."""
+    """Prompt files that aren't there, or whose first task isn't."""
+    import pandas
+
     missing = []
     for key in ("train_files", "val_files"):
         files = config.data[key]
@@ -177,6 +180,13 @@ def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]
             if not path.is_file():
                 split = path.stem
                 missing.append(f"data.{key}: no {name}: verl-bpo make-data {bpo.env.name} {name} --split {split}")
+                continue
+            task = next(iter(pandas.read_parquet(path, columns=["extra_info"]).extra_info), None)
+            try:
+                if task is not None:
+                    load_environment(task.get("env") or bpo.env.name).task_file(task["task"])
+            except SandboxError as error:
+                missing.append(f"data.{key}: {name}: {error}")
     return missing
 
 

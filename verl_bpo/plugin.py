@@ -98,6 +98,11 @@ def _engine(module: Any) -> None:
     import verl_bpo.model.engine
     import verl_bpo.model.packed_engine  # noqa: F401
 
+    if on_cpu():
+        from verl_bpo.platform.cpu import patch_offload
+
+        patch_offload(module)
+
 
 @_hook("verl.experimental.agent_loop", "agent loop tree_agent")
 def _agent_loop(module: Any) -> None:
@@ -133,14 +138,6 @@ def _process_group(module: Any) -> None:
         from verl_bpo.platform.cpu import patch_process_group
 
         patch_process_group(module)
-
-
-@_hook("verl.workers.engine.fsdp.transformer_impl", "reference policy on cpu")
-def _reference(module: Any) -> None:
-    if on_cpu():
-        from verl_bpo.platform.cpu import patch_offload_policy
-
-        patch_offload_policy(module)
 
 
 @_hook("verl.utils.model", "critic on cpu")

@@ -134,24 +134,28 @@ def test_the_critic_loader_is_verls_own_elsewhere(elsewhere):
     assert critic_loader(lambda *args: args)("path", torch.float32, None, False) == ("path", torch.float32, None, False)
 
 
-# --- reference policy ------------------------------------------------------------------------------------------------
+# --- reference policy -------------------------------------------------------------------------------------------------
 
 
-def test_verl_still_pins_the_references_memory():
+def test_verl_still_offloads_every_reference_policy_to_pinned_memory():
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    assert "CPUOffloadPolicy(pin_memory=True)" in inspect.getsource(FSDPEngine._build_fsdp_module)
+    source = inspect.getsource(FSDPEngine._build_fsdp_module)
+    assert "offload_policy or self.engine_config.forward_only" in source
+    assert "CPUOffloadPolicy(pin_memory=True)" in source
 
 
-def reference_policy():
-    module = SimpleNamespace(CPUOffloadPolicy=torch.distributed.fsdp.CPUOffloadPolicy)
-    cpu.patch_offload_policy(module)
+def offload_policy():
+    module = SimpleNamespace(CPUOffloadPolicy=lambda pin_memory: ("verl's own", pin_memory))
+    cpu.patch_offload(module)
     return module.CPUOffloadPolicy(pin_memory=True)
 
 
-def test_the_reference_is_not_pinned_on_cpu(on_cpu):
-    assert not reference_policy().pin_memory
+def test_nothing_is_offloaded_from_the_cpu(on_cpu):
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    assert isinstance(offload_policy(), OffloadPolicy) and not isinstance(offload_policy(), CPUOffloadPolicy)
 
 
-def test_the_reference_is_pinned_elsewhere(elsewhere):
-    assert reference_policy().pin_memory
+def test_the_reference_policy_is_offloaded_as_verl_wants_elsewhere(elsewhere):
+    assert offload_policy() == ("verl's own", True)

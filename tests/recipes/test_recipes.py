@@ -8,6 +8,7 @@ from verl_bpo.dry_run import dry_run, recipe_arguments, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("recipes/*/*/run_*.sh"))
+SOME = {"train": 6, "valid_seen": 1, "valid_unseen": 1}
 METHODS = {"bpo": "bpo", "sapo": "sapo", "grpo": "grpo", "rloo": "rloo", "ppo": "gae"}
 
 
@@ -48,6 +49,16 @@ def test_a_recipe_is_what_its_path_says(reports, recipe):
     assert all(part in model for part in name.split("_")[2:])
 
 
+def test_the_readme_states_what_the_dry_run_estimates(reports):
+    readme = (REPOSITORY / "recipes/README.md").read_text().splitlines()
+    for recipe, report in reports.items():
+        (row,) = [line for line in readme if line.startswith(f"| [{recipe.removeprefix('recipes/')}]")]
+        gpus = report.config.trainer.n_gpus_per_node
+        steps = report.bpo.max_env_steps / report.usual.env_steps
+        hours = steps * (report.usual.update_seconds + report.usual.decode_seconds) / 3600
+        assert f"| {gpus} x 80 GB | {report.memory.peak:.0f} GiB, {hours:.1f} h |" in row
+
+
 @pytest.mark.parametrize("environment", ["alfworld", "webshop"])
 def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(reports, environment):
     """Equal environment steps in all, trajectories a step, updates a step, limits, prompts and KL."""
@@ -81,6 +92,22 @@ def test_missing_data_is_named_with_the_command_that_makes_it(monkeypatch):
     assert render(report).splitlines()[-1].startswith("missing: data.val_files")
 
 
+def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
+    from verl_bpo.data import write_prompts
+    from verl_bpo.envs.make_alfworld import make_alfworld_games
+
+    monkeypatch.setenv("ALFWORLD_DATA", str(make_alfworld_games(tmp_path / "games", progress=False, counts=SOME)))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    for split in SOME:
+        write_prompts("alfworld", split, tmp_path / f"{split}.parquet")
+    arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh")
+    report = dry_run(arguments, 80.0, REPOSITORY)
+    assert report.missing == [] and render(report).splitlines()[-1] == "ready"
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "elsewhere"))
+    missing = dry_run(arguments, 80.0, REPOSITORY).missing
+    assert len(missing) == 3 and "no ALFWorld game at" in missing[0] and "alfworld-download" in missing[0]
+
+
 @pytest.mark.parametrize(
     "override, problem",
     [
@@ -108,3 +135,17 @@ def test_a_key_misspelt_in_a_yaml_file_is_found(tmp_path):
     (tmp_path / "alfworld.yaml").write_text((REPOSITORY / "recipes/config/alfworld.yaml").read_text())
     report = dry_run(["--config-dir", str(tmp_path), "--config-name", "alfworld"])
     assert report.problems == ["unknown key trainer.test_frequency: did you mean trainer.test_freq?"]
+
+
+def test_the_command_takes_hydras_options_in_any_order(capsys, monkeypatch):
+    from verl_bpo import cli
+
+    monkeypatch.chdir(REPOSITORY)
+    arguments = "bpo.seed=7 --config-dir recipes/quickstart --dry-run --config-name quickstart --gpu-memory 24"
+    monkeypatch.setattr("sys.argv", ["verl-bpo", "train", *arguments.split(), "bpo.nothing=1"])
+    assert cli.main() == 1
+    assert "nothing" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["verl-bpo", "train", *arguments.split()])
+    assert cli.main() == 1  # its games aren't made
+    said = capsys.readouterr().out
+    assert "seed: 7" in said and "GPUs of 24 GiB" in said and "problem" not in said and "missing" in said

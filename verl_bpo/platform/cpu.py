@@ -152,20 +152,6 @@ def patch_process_group(module: ModuleType) -> None:
     module.initialize_global_process_group_ray = initialize_global_process_group_ray
 
 
-def patch_offload_policy(module: ModuleType) -> None:
-    """``verl.workers.engine.fsdp.transformer_impl``: a reference policy in ordinary memory.
-
-    verl 0.9.1 keeps forward-only models in pinned memory (``CPUOffloadPolicy(pin_memory=True)``), which torch refuses
-    without an accelerator.
-    """
-    original = module.CPUOffloadPolicy
-
-    def offload_policy(pin_memory: bool = True):
-        return original(pin_memory=pin_memory and not on_cpu())
-
-    module.CPUOffloadPolicy = offload_policy
-
-
 def patch_valuehead_loader(module: ModuleType) -> None:
     """``verl.utils.model``: a critic with SDPA attention.
 
@@ -189,3 +175,15 @@ def patch_valuehead_loader(module: ModuleType) -> None:
         )
 
     module.load_valuehead_model = load_valuehead_model
+
+
+def patch_offload(module: ModuleType) -> None:
+    """``verl.workers.engine.fsdp.transformer_impl``: no offload, since everything is in the CPU's memory already.
+
+    verl 0.9.1 gives every FSDP2 reference policy ``CPUOffloadPolicy(pin_memory=True)``, and torch refuses to pin memory
+    without an accelerator.
+    """
+    from torch.distributed.fsdp import OffloadPolicy
+
+    original = module.CPUOffloadPolicy
+    module.CPUOffloadPolicy = lambda **kwargs: OffloadPolicy() if on_cpu() else original(**kwargs)

@@ -146,19 +146,21 @@ class WebshopEnvironment(Environment):
         search: str = "bm25s",
         index_dir: str | Path | None = None,
         seed: int = 233,
+        root: str | Path | None = None,
         **kwargs: object,
     ) -> list[str]:
         """Goals 0 to 499 are ``test``, as in the original; all others are ``train``.
 
         The original trains on human goals from 1500 on and validates on 500 to 1499; agents trained on synthetic goals
-        commonly take all from 500 on. ``kwargs``: the constructor's other arguments, which change no task.
+        commonly take all from 500 on. ``root``: another name for ``data_dir``.
+        ``kwargs``: the constructor's other arguments, which change no task.
 
         Raises:
             ValueError: an unknown split.
             TaskError: a data file is missing or broken.
         """
         _one_of("split", split, ("train", "test"))
-        count = len(_catalogue(data_dir, products, goals, search, index_dir, seed).goals)
+        count = len(_catalogue(data_dir or root, products, goals, search, index_dir, seed).goals)
         chosen = range(TEST_GOALS, count) if split == "train" else range(min(TEST_GOALS, count))
         return [str(index) for index in chosen]
 
