@@ -104,8 +104,9 @@ def tree_gradients(model: Any, tree: Tree, estimators: dict[str, dict[str, str]]
 class Sampler:
     """Trees at the model's weights."""
 
-    def __init__(self, model: Any, tokenizer: Any, panel: list[Task], options: Any, workers: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, panel: list[Task], options: Any, workers: int, seed: int) -> None:
         self.model, self.tokenizer, self.panel, self.options, self.workers = model, tokenizer, panel, options, workers
+        self.rng = random.Random(seed)
 
     def rollouts(self, settings: dict[str, Any], seed: int) -> LocalRollouts:
         config = build(settings, "plain")
@@ -116,23 +117,25 @@ class Sampler:
         }  # fmt: skip
         return LocalRollouts(self.model, self.tokenizer, config, seed=seed, **lengths)
 
-    async def batch(self, rollouts: LocalRollouts, env_steps: int, name: str) -> list[Tree]:
-        """Trees of prompts drawn with replacement, in order, until they have taken ``env_steps``."""
-        rng, trees, asked, taken = random.Random(name), [], 0, 0
+    async def batch(self, rollouts: LocalRollouts, env_steps: int, kind: str, spare: list[Tree]) -> list[Tree]:
+        """The next trees of an endless series, of prompts drawn with replacement, until they have taken ``env_steps``.
+
+        Args:
+            spare: trees of the series that were rolled and not used yet; changed.
+        """
+        trees, taken = [], 0
         while taken < env_steps:
-            wave = []
-            for _ in range(self.workers):
-                row = rng.choice(self.panel)
-                wave.append(rollouts.tree(row.env, row.task, row.seed, f"{name}/{asked}"))
-                asked += 1
-            for tree, failures in await asyncio.gather(*wave):
-                if failures:
-                    raise RuntimeError(f"a tree lost branches: {failures[0]}")
-                if (
-                    taken < env_steps
-                ):  # what comes after in the wave isn't used: which prompt ends a batch is its own affair
-                    trees.append(tree)
-                    taken += int(tree.counters["env_steps"])
+            if not spare:
+                wave = []
+                for _ in range(self.workers):
+                    row = self.rng.choice(self.panel)
+                    wave.append(rollouts.tree(row.env, row.task, row.seed, f"{kind}/{self.rng.random()}"))
+                for tree, failures in await asyncio.gather(*wave):
+                    if failures:
+                        raise RuntimeError(f"a tree lost branches: {failures[0]}")
+                    spare.append(tree)
+            trees.append(spare.pop(0))
+            taken += int(trees[-1].counters["env_steps"])
         return trees
 
 
@@ -142,9 +145,10 @@ def gradient_study(sampler: Sampler, batches: int, env_steps: int, seed: int) ->
     for kind, estimators in ESTIMATORS.items():
         gradients: dict[str, list[np.ndarray]] = {name: [] for name in estimators}
         costs: list[dict[str, float]] = []
+        spare: list[Tree] = []
         with sampler.rollouts(KINDS[kind], seed) as rollouts:
-            for b in tqdm(range(batches), desc=kind, unit="batch"):
-                trees = asyncio.run(_fresh(rollouts, sampler.batch(rollouts, env_steps, f"{kind}/{b}")))
+            for _ in tqdm(range(batches), desc=kind, unit="batch"):
+                trees = asyncio.run(_fresh(rollouts, sampler.batch(rollouts, env_steps, kind, spare)))
                 sums = {name: [0.0, 0] for name in estimators}
                 for tree in trees:
                     for name, (g, n) in tree_gradients(
@@ -293,7 +297,7 @@ def main() -> None:
     parser.add_argument("--env-steps", type=int, default=250, help="of a batch")
     parser.add_argument("--identity-tasks", type=int, default=32)
     parser.add_argument("--identity-trees", type=int, default=16, help="of each task")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_intermixed_args()
@@ -302,7 +306,7 @@ def main() -> None:
     folder = find_model(arguments.model)
     model, tokenizer = load_model(folder)
     options = options_from(arguments.model, arguments.overrides)
-    sampler = Sampler(model, tokenizer, read_panel(arguments.panel), options, arguments.workers)
+    sampler = Sampler(model, tokenizer, read_panel(arguments.panel), options, arguments.workers, arguments.seed)
     KINDS["paper"]["branch"] = {"threshold": arguments.threshold}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {

@@ -115,9 +115,9 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def options_from(model: Path, overrides: Sequence[str], **chosen: Any) -> EvalOptions:
+def options_from(model: Path, overrides: Sequence[str], config_file: Path | None = None, **chosen: Any) -> EvalOptions:
     """Options from ``KEY=VALUE`` overrides of ``bpo.env.*``, ``bpo.prompt.*`` and ``data.max_*_length``. A warm start
-    brings the prompts that it was taught with.
+    brings the prompts that it was taught with; ``config_file``, a run's resolved config, brings all of these keys.
 
     Raises:
         ConfigError: an unknown key or a wrong value.
@@ -136,8 +136,14 @@ def options_from(model: Path, overrides: Sequence[str], **chosen: Any) -> EvalOp
             f"{unknown[0]} doesn't bear on an evaluation: give bpo.env.*, bpo.prompt.*, data.max_*_length"
         )
     record = model / "warmstart.json"
-    if record.is_file():
-        bpo["prompt"] = json.loads(record.read_text())["options"]["prompt"] | bpo.get("prompt", {})
+    base: dict[str, Any] = {"env": {}, "prompt": {}}
+    if config_file is not None:
+        run = OmegaConf.load(config_file)
+        base = {key: OmegaConf.to_container(run.bpo[key]) for key in base}
+        data = {key: run.data[key] for key in DATA_KEYS} | data
+    elif record.is_file():
+        base["prompt"] = json.loads(record.read_text())["options"]["prompt"]
+    bpo = {key: base[key] | bpo.get(key, {}) for key in base}
     lengths = DATA_KEYS | data
     config = build(bpo, "plain")
     return EvalOptions(config, lengths["max_prompt_length"], lengths["max_response_length"], **chosen)
@@ -353,6 +359,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for episodes and result; an interrupted one goes on"
     )
+    parser.add_argument("--config", type=Path, help="resolved config of a training run, to evaluate under its settings")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the likeliest token at every step")
     how.add_argument("--temperature", type=float, default=1.0, help="sample (default 1.0)")
@@ -369,6 +376,7 @@ def main(arguments: Any) -> int:
     options = options_from(
         arguments.model,
         arguments.overrides,
+        arguments.config,
         episodes=arguments.episodes,
         temperature=0.0 if arguments.greedy else arguments.temperature,
         top_p=arguments.top_p,
