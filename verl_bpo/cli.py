@@ -162,9 +162,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
     from verl_bpo.config.schema import ConfigError
+    from verl_bpo.report.cli import name_comparison
     from verl_bpo.sandbox.base import SandboxError
 
-    arguments, rest = parser().parse_known_args()
+    arguments, rest = parser().parse_known_args(name_comparison(sys.argv[1:]))
     if arguments.command == "eval" and all("=" in word and not word.startswith("-") for word in rest):
         arguments.overrides, rest = [*arguments.overrides, *rest], []  # argparse takes only those beside the model
     if rest and arguments.command != "train":
