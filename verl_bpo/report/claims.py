@@ -113,7 +113,8 @@ def _bpo(name: str, runs: Sequence[Run], best: str, baseline: Sequence[Run], key
 
 
 def _ratio(runs: Sequence[Run], others: Sequence[Run], key: str) -> float:
-    return float(np.mean([r.totals[key] for r in runs]) / np.mean([r.totals[key] for r in others]))
+    mine, theirs = (np.mean([r.totals[key] for r in group]) for group in (runs, others))
+    return float(mine / theirs) if theirs else np.nan
 
 
 def _points(mean: float, spread: float, seeds: int) -> str:
