@@ -83,6 +83,12 @@ def _warmstart(arguments: argparse.Namespace) -> int:
     return main(arguments) or 0
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from verl_bpo.evaluate import main
+
+    return main(arguments)
+
+
 def _config(arguments: argparse.Namespace) -> int:
     for key, default, meaning in config_table():
         print(f"{key} = {json.dumps(default)}\n    {meaning}")
@@ -196,6 +202,10 @@ def parser() -> argparse.ArgumentParser:
         add("warmstart", _warmstart, "make a small policy to start from, by imitation of expert walkthroughs")
     )
 
+    from verl_bpo.evaluate import add_arguments as add_eval
+
+    add_eval(add("eval", _eval, "success of a checkpoint or Hugging Face model on a fixed panel of tasks"))
+
     from verl_bpo.report.cli import add_report
 
     add_report(commands)
@@ -205,9 +215,12 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
     from verl_bpo.config.schema import ConfigError
+    from verl_bpo.report.cli import name_comparison
     from verl_bpo.sandbox.base import SandboxError
 
-    arguments, rest = parser().parse_known_args()
+    arguments, rest = parser().parse_known_args(name_comparison(sys.argv[1:]))
+    if arguments.command == "eval" and all("=" in word and not word.startswith("-") for word in rest):
+        arguments.overrides, rest = [*arguments.overrides, *rest], []  # argparse takes only those beside the model
     if rest and arguments.command != "train":
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "train":  # Hydra reads its own options, such as --config-dir, in their order

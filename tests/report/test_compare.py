@@ -5,9 +5,16 @@ import json
 
 import pytest
 
-from verl_bpo.report.compare import load_run, mean_curve, read_metrics, table, validation_columns
+from verl_bpo.report.compare import load_run as load
+from verl_bpo.report.compare import mean_curve, table, validation_columns
+from verl_bpo.report.logs import find_logs, read_metrics
 
 SUCCESS = "val-aux/textworld/success/mean@1"
+
+
+def load_run(name, path):
+    (log,) = find_logs(path)
+    return load(name, log)
 
 
 def write_metrics(path, steps=6, val=(0.1, 0.4, 0.7), env_steps=100, grad_norms=None, extra=None):
@@ -101,7 +108,7 @@ def test_a_run_of_another_trainer_leaves_its_costs_blank(tmp_path, report, capsy
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": s, "data": {SUCCESS: 0.1 * s}}) + "\n" for s in range(3)))
     assert report("compare", f"ppo={path}", "--out", tmp_path) == 0
-    assert "| ppo | 1 | 2 | 0.000 → 0.200 | 0.200 | – | – | – | – | – | – | – | – |" in capsys.readouterr().out
+    assert "| ppo | 1 | 2 | 0.000 → 0.200 | 0.200 | – | – | – | – | – | – | – | – | – | – |" in capsys.readouterr().out
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path):
@@ -122,7 +129,7 @@ def test_what_is_missing_is_named_in_one_line(tmp_path, report):
         ([f"a={empty}"], ValueError, "empty.jsonl holds no metrics"),
         ([f"a={novel}"], ValueError, "no validation success was logged.*trainer.test_freq.*actor/loss"),
         ([f"a={good}", "--metric", "val-aux/nope/success/mean@1"], ValueError, "no metric 'val-aux/nope.*num_turns"),
-        ([str(good)], ValueError, "is not NAME=FILE"),
+        ([f"={good}"], ValueError, "is not NAME=PATH"),
     ):
         with pytest.raises(error, match=said) as caught:
             report("compare", *arguments, "--out", tmp_path / "out")

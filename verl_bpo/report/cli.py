@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+COMPARE = "compare"
+
 
 def _trees(arguments: argparse.Namespace) -> int:
     from verl_bpo.report.dump import Dump
@@ -24,7 +26,7 @@ def _trees(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    _need("pandas", "matplotlib")
+    _need("pandas", "matplotlib", "jinja2")
     from verl_bpo.report.compare import main
 
     return main(arguments.runs, arguments.out, arguments.metric)
@@ -34,6 +36,14 @@ def _recompute(arguments: argparse.Namespace) -> int:
     from verl_bpo.report.recompute import main
 
     return main(arguments.dump)
+
+
+def name_comparison(words: list[str]) -> list[str]:
+    """``report RUNS...`` as ``report compare RUNS...``."""
+    what = words[1] if len(words) > 1 else ""
+    if words[:1] != ["report"] or what in ("", "trees", COMPARE, "recompute", "-h", "--help"):
+        return words
+    return ["report", COMPARE, *words[1:]]
 
 
 def _need(*modules: str) -> None:
@@ -78,20 +88,20 @@ def add_report(subparsers) -> None:
     trees.add_argument("--png", type=Path, help="also draw the most interesting tree as a picture (png, svg or pdf)")
 
     compare = add(
-        "compare",
+        COMPARE,
         _compare,
-        "runs side by side: a table and curves against every cost",
-        "Compare runs by what verl's file logger wrote (trainer.logger=[console,file], VERL_FILE_LOGGER_PATH). Prints a "
-        "table and writes comparison.md, comparison.csv and curves.png. Several files of one NAME are seeds: their mean "
-        "and spread are shown.",
+        "runs side by side: tables, the papers' claims, curves against every cost; may be left out: report RUNS...",
+        "Compare runs by what verl logged of them: files of its file logger, TensorBoard or W&B folders (offline too), or "
+        "the folders that benchmarks/paper writes. Several runs of one name, environment and model are seeds: their mean "
+        "and spread are shown. Writes index.html, which needs nothing beside it, comparison.md, comparison.csv and curves.",
     )
-    compare.add_argument("runs", nargs="+", metavar="NAME=METRICS.jsonl", help="a run's name and its metrics file")
+    compare.add_argument("runs", nargs="+", metavar="[NAME=]PATH", help="a run's log, or a folder with runs in it")
     compare.add_argument(
         "--metric",
         default="val",
         help="metric of success: val (default) finds verl's validation mean of success, acc or reward; or a full name",
     )
-    compare.add_argument("--out", type=Path, required=True, help="folder for the table and the curves")
+    compare.add_argument("--out", type=Path, required=True, help="folder for the tables and the curves")
 
     recompute = add(
         "recompute",

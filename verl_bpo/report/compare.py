@@ -1,15 +1,17 @@
-"""``verl-bpo report compare``: runs side by side, from the files that verl's ``file`` logger wrote."""
+"""``verl-bpo report RUNS...``: runs side by side, from what verl's loggers wrote."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from verl_bpo.report.logs import Log, find_logs
 
 TRAIN_SUCCESS = "tree/success"
 AXES = {
@@ -27,9 +29,8 @@ VALIDATION = re.compile(r"val-(?:core|aux)/.+/(success|acc|reward)/mean@\d+")
 
 @dataclass(frozen=True)
 class Run:
-    """One metrics file, a row a logged step (the index), in order.
-
-    ``curve`` has the columns of :data:`AXES`, ``val`` and ``train`` (NaN where not logged). ``totals`` are the run's
+    """One run. ``curve`` has a row a logged step (the index), in order, and the columns of :data:`AXES`, ``val`` and
+    ``train`` (NaN where not logged). ``totals`` are the run's
     numbers of the table, NaN where not logged.
     """
 
@@ -37,31 +38,24 @@ class Run:
     metric: str
     curve: pd.DataFrame
     totals: dict[str, float]
+    path: Path = Path()
+    record: dict[str, Any] = field(default_factory=dict)
+    """What benchmarks/paper recorded of it; empty for other runs."""
 
+    @property
+    def setting(self) -> str:
+        """Only runs of one environment and model are compared with each other."""
+        return " / ".join(self.record[k] for k in ("environment", "model") if k in self.record)
 
-def read_metrics(path: str | Path) -> pd.DataFrame:
-    """All metrics of a run: index step, one column a metric.
+    @property
+    def seed(self) -> int | None:
+        return self.record.get("seed")
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no metrics.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: give the file that VERL_FILE_LOGGER_PATH named in the run")
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-            rows.append({"step": record["step"], **record["data"]})
-        except (ValueError, KeyError, TypeError):
-            continue  # the last line of a run that was killed, or of one still writing
-    if not rows:
-        raise ValueError(
-            f"{path} holds no metrics: is it a file of verl's file logger (trainer.logger=[console,file])?"
-        )
-    frame = pd.DataFrame(rows).apply(pd.to_numeric, errors="coerce")
-    return frame.groupby("step").last()  # validation may be logged on a line of its own
+    @property
+    def family(self) -> str:
+        """``bpo``, ``sapo``, ``grpo``, ``rloo``, ``ppo``: the estimator, or else the first word of the name."""
+        estimator = self.record.get("estimator") or re.split(r"[^a-z]", self.name.lower(), maxsplit=1)[0]
+        return {"gae": "ppo"}.get(estimator, estimator)
 
 
 def validation_columns(frame: pd.DataFrame, metric: str = "val") -> list[str]:
@@ -94,13 +88,13 @@ def validation_columns(frame: pd.DataFrame, metric: str = "val") -> list[str]:
     )
 
 
-def load_run(name: str, path: str | Path, metric: str = "val") -> Run:
-    """Read one run.
+def load_run(name: str, log: Log, metric: str = "val") -> Run:
+    """The numbers and curves of a log.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`read_metrics` and :func:`validation_columns`; the message names the file.
+        ValueError: see :func:`validation_columns`; the message names the file.
     """
-    frame = read_metrics(path)
+    frame, path = log.frame, log.path
     try:
         columns = validation_columns(frame, metric)
     except ValueError as error:
@@ -140,8 +134,10 @@ def load_run(name: str, path: str | Path, metric: str = "val") -> Run:
         "grad_norm_mean": norm.mean(),
         "grad_norm_relative_variance": norm.var(ddof=1) / norm.mean() ** 2 if len(norm) > 1 and norm.mean() else np.nan,
         "hours": curve["hours"].iloc[-1],
+        "seconds_per_step": seconds.mean(),
+        "evaluated": log.record.get("evaluation", {}).get("success", {}).get("mean", np.nan),
     }
-    return Run(name, " + ".join(columns), curve, totals)
+    return Run(name, " + ".join(columns), curve, totals, path, log.record)
 
 
 HEADINGS = {
@@ -149,6 +145,7 @@ HEADINGS = {
     "steps": "steps",
     "val": "validation first → last",
     "val_best": "best",
+    "evaluated": "evaluated at the end",
     "env_steps": "env steps",
     "generated_tokens": "generated tokens",
     "prefill_tokens": "prefill tokens",
@@ -156,6 +153,7 @@ HEADINGS = {
     "updates": "updates",
     "grad_norm_mean": "grad norm mean",
     "grad_norm_relative_variance": "grad norm var / mean²",
+    "seconds_per_step": "seconds a step",
     "hours": "wall time (h)",
 }
 
@@ -252,33 +250,52 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
     figure.savefig(out, dpi=150, facecolor="white")
 
 
-def main(pairs: Sequence[str], out: str | Path, metric: str = "val") -> int:
-    """Compare runs; see ``verl-bpo report compare --help``.
+def read_runs(words: Sequence[str], metric: str = "val") -> list[Run]:
+    """Runs as the command line gives them: ``NAME=PATH``, or ``PATH`` of what has names of its own or is named by its file.
+
+    Raises:
+        FileNotFoundError, ValueError, ImportError: there is no run, or one without the metric; the message names it.
+    """
+    runs = []
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not equals or Path(word).exists():
+            name, path = "", word
+        if equals and not (name or path == word) or not path:
+            raise ValueError(f"{word!r} is not NAME=PATH, such as bpo=outputs/bpo.jsonl")
+        for log in find_logs(path):
+            runs.append(load_run(name or log.record.get("method") or log.path.stem, log, metric))
+    return runs
+
+
+def main(words: Sequence[str], out: str | Path, metric: str = "val") -> int:
+    """Compare runs; see ``verl-bpo report --help``.
 
     Args:
-        pairs: ``NAME=FILE``; files of one NAME are its seeds.
-        out: folder for ``comparison.md``, ``comparison.csv`` and ``curves.png``.
+        words: see :func:`read_runs`; several runs of one name (and environment and model) are its seeds.
+        out: folder for ``index.html``, ``comparison.md``, ``comparison.csv`` and the curves.
         metric: see :func:`validation_columns`.
 
     Raises:
-        FileNotFoundError, ValueError: a file or metric is missing or empty, or a pair isn't ``NAME=FILE``.
+        FileNotFoundError, ValueError, ImportError: see :func:`read_runs`.
     """
-    runs = []
-    for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            raise ValueError(f"{pair!r} is not NAME=FILE, such as bpo=outputs/bpo.jsonl")
-        runs.append(load_run(name, path, metric))
-    out = Path(out)
+    from verl_bpo.report.page import Section, write_page
+
+    runs, out = read_runs(words, metric), Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    numbers = table(runs)
-    metrics = ", ".join(dict.fromkeys(r.metric for r in runs))
-    text = markdown(numbers) + f"\nValidation: {metrics}.\n"
-    (out / "comparison.md").write_text(text, encoding="utf-8")
-    numbers.to_csv(out / "comparison.csv")
-    plot(runs, out / "curves.png")
+    settings = list(dict.fromkeys(r.setting for r in runs))
+    sections, frames = [], []
+    for setting in settings:
+        own = [r for r in runs if r.setting == setting]
+        numbers = table(own)
+        frames.append(numbers.assign(setting=setting) if setting else numbers)
+        curves = "curves.png" if len(settings) == 1 else f"curves-{re.sub('[^a-z0-9.]+', '-', setting.lower())}.png"
+        plot(own, out / curves)
+        sections.append(Section(setting, own, markdown(numbers), out / curves))
+    pd.concat(frames).to_csv(out / "comparison.csv")
+    text = write_page(sections, out)
     print(text)
-    print(f"written to {out}: comparison.md, comparison.csv, curves.png")
+    print(f"written to {out}: index.html, comparison.md, comparison.csv, {', '.join(s.curves.name for s in sections)}")
     return 0
 
 
@@ -292,6 +309,8 @@ def _cell(row: pd.Series, key: str) -> str:
 def _format(key: str, value: float) -> str:
     if key in ("steps", "env_steps", "generated_tokens", "prefill_tokens", "updates"):
         return f"{value:,.0f}"
+    if key == "seconds_per_step":
+        return f"{value:.1f}"
     if key == "cached_share":
         return f"{value:.0%}"
     return f"{value:.2f}" if key == "hours" else f"{value:.3f}"

@@ -1,0 +1,129 @@
+"""A study file: which methods, environments, models and seeds are compared, and how their runs are started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LAUNCHERS = ("quickstart", "recipes")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. ``folder`` is relative to the output folder and names all of it."""
+
+    study: str
+    launcher: str
+    environment: str
+    model: str
+    method: str
+    seed: int
+    recipe: str | None
+    overrides: tuple[str, ...]
+    env_steps: int | None
+    eval_episodes: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(slug(self.environment), slug(self.model), slug(self.method), f"seed-{self.seed}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.environment} {self.model} {self.method} seed {self.seed}"
+
+
+@dataclass
+class Study:
+    """Raises ValueError for what a user can mend; the message names the file's key."""
+
+    name: str
+    launcher: str
+    seeds: list[int]
+    environments: dict[str, dict[str, Any]]
+    """``quickstart``: options of ``verl-bpo make-games``, in place of dashes underscores."""
+    models: dict[str, dict[str, Any]]
+    """``quickstart``: options of ``verl-bpo warmstart``. ``recipes``: the ends of the scripts' names."""
+    methods: dict[str, dict[str, Any]]
+    """``overrides`` of ``verl-bpo train`` and, for ``recipes``, the ``recipe``'s folder."""
+    env_steps: int | None = None
+    """At which a run ends. Null: where its config says."""
+    eval_episodes: int = 0
+    """``quickstart``: episodes of each held-out game that the last checkpoint plays; 0: none."""
+    overrides: list[str] = field(default_factory=list)
+    """Of every run."""
+    quick: dict[str, Any] = field(default_factory=dict)
+    """Values of other keys under ``--quick``; ``methods`` as a list of names."""
+
+    def __post_init__(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            raise ValueError(f"launcher={self.launcher!r} is not one of {', '.join(LAUNCHERS)}")
+        for name, method in self.methods.items():
+            if unknown := set(method) - {"overrides", "recipe"}:
+                raise ValueError(f"methods.{name}: unknown key {sorted(unknown)[0]}")
+            if (self.launcher == "recipes") != ("recipe" in method):
+                raise ValueError(f"methods.{name}: recipe goes with launcher=recipes, and with no other")
+        names = [slug(m) for m in self.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("methods: two names make the same folder")
+
+    def quickly(self) -> Study:
+        """The ``--quick`` version of itself."""
+        changes = dict(self.quick)
+        if "methods" in changes:
+            if unknown := [m for m in changes["methods"] if m not in self.methods]:
+                raise ValueError(f"quick.methods: {unknown[0]!r} is no method")
+            changes["methods"] = {m: self.methods[m] for m in changes["methods"]}
+        return _build({**vars(self), **changes})
+
+    def runs(self) -> list[Run]:
+        """Seeds are the outer loop, so that what is there after any time compares all methods."""
+        return [
+            Run(
+                study=self.name,
+                launcher=self.launcher,
+                environment=environment,
+                model=model,
+                method=method,
+                seed=seed,
+                recipe=self.methods[method].get("recipe"),
+                overrides=(*self.overrides, *self.methods[method].get("overrides", ())),
+                env_steps=self.env_steps,
+                eval_episodes=self.eval_episodes,
+            )
+            for seed in self.seeds
+            for environment in self.environments
+            for model in self.models
+            for method in self.methods
+        ]
+
+
+def read_study(file: str | Path) -> Study:
+    """Raises ValueError or FileNotFoundError; the message names the file."""
+    file = Path(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"no study {file}")
+    try:
+        return _build(yaml.safe_load(file.read_text()))
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _build(values: Any) -> Study:
+    if not isinstance(values, dict):
+        raise ValueError("is no table of keys")
+    known = {f.name: f for f in fields(Study)}
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"unknown key {unknown[0]}; known: {', '.join(known)}")
+    needed = ("name", "launcher", "seeds", "environments", "models", "methods")
+    if missing := [k for k in needed if not values.get(k)]:
+        raise ValueError(f"{missing[0]} is missing")
+    return Study(**values)
+
+
+def slug(name: str) -> str:
+    """A name as a folder's."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

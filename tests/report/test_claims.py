@@ -1,0 +1,117 @@
+"""The papers' claims, computed on made-up runs whose answers are known."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+
+from verl_bpo.report.claims import claims, difference, updates_to
+from verl_bpo.report.cli import name_comparison
+from verl_bpo.report.compare import load_run
+from verl_bpo.report.logs import Log
+
+SUCCESS = "val-core/textworld/success/mean@1"
+
+
+def make_run(method, seed, val, estimator="bpo", seconds=10.0, norms=(1.0, 2.0, 3.0), evaluated=None):
+    """Three logged steps of two updates each."""
+    frame = pd.DataFrame(
+        {
+            SUCCESS: val,
+            "compute/updates": [0, 2, 4],
+            "compute/env_steps": [0, 100, 200],
+            "timing_s/step": seconds,
+            "actor/grad_norm": norms,
+        },
+        index=pd.Index([0, 1, 2], name="step"),
+    )
+    record = {"environment": "world", "model": "small", "method": method, "seed": seed, "estimator": estimator}
+    if evaluated is not None:
+        row = {"mean": evaluated, "wilson": [0, 1], "bootstrap": [0, 1], "episodes": 10, "tasks": 5}
+        record["evaluation"] = {"success": row, "task_types": {"pick": row}}
+    return load_run(method, Log(path=method, frame=frame, record=record))
+
+
+def found(runs):
+    return {c.what: c.ours for c in claims(runs)}
+
+
+def test_seeds_are_compared_pair_by_pair():
+    mine = [make_run("BPO", s, [0, 0, v]) for s, v in ((0, 0.5), (1, 0.9))]
+    theirs = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in ((1, 0.8), (0, 0.4))]
+    assert difference(mine, theirs, "val_last") == pytest.approx((0.1, 0.0, 2), abs=1e-12)
+    other = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in ((7, 0.8), (8, 0.4))]
+    mean, spread, _ = difference(mine, other, "val_last")
+    assert (mean, spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
+
+
+def test_bpo_is_compared_with_the_best_baseline():
+    runs = [
+        make_run("BPO", 0, [0.1, 0.5, 0.6], norms=(1.0, 1.0, 4.0)),
+        make_run("GRPO", 0, [0.1, 0.2, 0.3], "grpo"),
+        make_run("RLOO", 0, [0.1, 0.2, 0.5], "rloo", norms=(0.0, 1.0, 2.0)),
+    ]
+    said = found(runs)
+    assert said["BPO - RLOO (best baseline), success in points"] == "+10.0"
+    assert said["BPO: updates to RLOO's best mean level"] == "-50% (2 against 4 updates to 50.0%)"
+    assert said["BPO against RLOO, variance of the gradient norm over the run, relative"] == "x 0.75"  # 3/4 against 1
+
+
+def test_a_level_that_is_not_reached_is_said():
+    runs = [make_run("BPO", 0, [0.1, 0.2, 0.3]), make_run("GRPO", 0, [0.1, 0.2, 0.5], "grpo")]
+    assert found(runs)["BPO: updates to GRPO's best mean level"].startswith("not reached (50.0%")
+    assert updates_to(runs[:1], 0.2) == 2
+
+
+def test_sapo_is_compared_with_ppo_and_grpo():
+    runs = [
+        make_run("SAPO", 0, [0, 0, 0.6], "sapo", seconds=6.0),
+        make_run("PPO", 0, [0, 0, 0.5], "gae", seconds=10.0),
+        make_run("GRPO", 0, [0, 0, 0.4], "grpo"),
+    ]
+    said = found(runs)
+    assert said["SAPO - PPO, success in points"] == "+10.0" and said["SAPO - GRPO, success in points"] == "+20.0"
+    assert said["SAPO against PPO, time per iteration"] == "-40.0%"
+
+
+def test_evaluations_are_compared_once_all_runs_have_one():
+    runs = [make_run("BPO", 0, [0, 0, 0.6], evaluated=0.9), make_run("GRPO", 0, [0, 0, 0.5], "grpo")]
+    assert found(runs)["BPO - GRPO (best baseline), success in points"] == "+10.0"
+    runs[1] = make_run("GRPO", 0, [0, 0, 0.5], "grpo", evaluated=0.5)
+    assert found(runs)["BPO - GRPO (best baseline), success in points"] == "+40.0"
+
+
+def test_runs_that_nothing_is_claimed_of_make_no_table():
+    assert claims([make_run("mine", 0, [0, 0, 1.0], "reinforce_plus_plus")]) == []
+
+
+def test_the_page_holds_everything_and_needs_nothing_beside_it(tmp_path, report):
+    for method, estimator, last in (("BPO", "bpo", 0.7), ("GRPO", "grpo", 0.5)):
+        for seed in range(2):
+            folder = tmp_path / "runs" / method / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            run = make_run(method, seed, [0.1, 0.3, last], estimator, evaluated=last)
+            attempt = {"commit": "a" * 40, "changed_files": 1, "versions": {"verl": "0.9.1"}, "seconds": 1800}
+            record = {k: v for k, v in run.record.items() if k != "evaluation"} | {"attempts": [attempt], "done": True}
+            (folder / "run.json").write_text(json.dumps(record))
+            (folder / "eval").mkdir()
+            (folder / "eval/result.json").write_text(json.dumps(run.record["evaluation"]))
+            lines = [
+                {"step": s, "data": {SUCCESS: v, "compute/updates": 2 * s, "compute/env_steps": 100 * s}}
+                for s, v in enumerate((0.1, 0.3, last))
+            ]
+            (folder / "metrics-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report("compare", tmp_path / "runs", "--out", tmp_path / "out") == 0
+    page = (tmp_path / "out/index.html").read_text()
+    assert not re.search(r'(?:src|href)="(?!data:)', page) and "data:image/png;base64," in page
+    for said in ("world / small", "+20.0 ± 0.0", "+3.6 to +6.1", "pick", "aaaaaaaaaa + changes", "verl 0.9.1", "0.50"):
+        assert said in page, said
+    text = (tmp_path / "out/comparison.md").read_text()
+    assert "| BPO | 2 |" in text and "0.700 ± 0.000" in text
+
+
+def test_compare_may_be_left_out():
+    assert name_comparison(["report", "runs", "--out", "o"]) == ["report", "compare", "runs", "--out", "o"]
+    for words in (["report", "trees", "d"], ["report", "--help"], ["train", "a=1"], ["report"]):
+        assert name_comparison(words) == words

@@ -1,0 +1,95 @@
+"""Models to measure: a Hugging Face folder, or what verl saved of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def find_model(path: str | Path) -> Path:
+    """The folder that holds a model: ``path`` itself, or of a verl checkpoint (``global_step_N``, or the folder of them,
+    of which the latest is taken) the actor's folder, or the Hugging Face folder in it if that was saved with weights.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    folder = Path(path).expanduser()
+    latest = folder / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        folder = folder / f"global_step_{latest.read_text().strip()}"
+    if (folder / "actor").is_dir():
+        folder = folder / "actor"
+    if _has_weights(folder / "huggingface"):
+        return folder / "huggingface"
+    if _has_weights(folder) or (folder / "fsdp_config.json").is_file():
+        return folder
+    raise FileNotFoundError(
+        f"{path} holds no model: give a Hugging Face folder, or a checkpoint of verl (global_step_N or the folder of them)"
+    )
+
+
+def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder that :func:`find_model` finds. Nothing is written.
+
+    verl's own merger (``python -m verl.model_merger``) casts weights to bfloat16; here they stay as they were trained.
+
+    Raises:
+        FileNotFoundError: there is no model.
+        ValueError: a checkpoint of another kind than FSDP's, or one whose weights don't fit its config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = find_model(path)
+    if _has_weights(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+    source = folder / "huggingface"
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+    if (source / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    found = model.load_state_dict(merged_shards(folder), strict=False)
+    missing = set(found.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or ())
+    if missing or found.unexpected_keys:
+        wrong = ", ".join(sorted(missing | set(found.unexpected_keys))[:4])
+        raise ValueError(f"the weights in {folder} don't fit the model in {source}: {wrong}")
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of an FSDP checkpoint of verl, from the shards of all its ranks.
+
+    Raises:
+        ValueError: sharded over more than one dimension of the device mesh.
+    """
+    from torch.distributed.tensor import DTensor
+
+    ranks = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
+    shards = [
+        torch.load(folder / f"model_world_size_{ranks}_rank_{rank}.pt", map_location="cpu", weights_only=False)
+        for rank in range(ranks)
+    ]
+    merged = {}
+    for name, first in shards[0].items():
+        if not isinstance(first, DTensor):
+            merged[name] = first
+            continue
+        if len(first.placements) != 1:
+            raise ValueError(
+                f"{folder} is sharded over {len(first.placements)} mesh dimensions: merge it first with "
+                f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir FOLDER"
+            )
+        (placement,) = first.placements
+        parts = [shard[name].to_local() for shard in shards]
+        merged[name] = torch.cat(parts, placement.dim) if placement.is_shard() else parts[0]
+    return merged
+
+
+def _has_weights(folder: Path) -> bool:
+    names = [f.name for pattern in WEIGHTS for f in folder.glob(pattern)]
+    return (folder / "config.json").is_file() and any(name != "value_readout.safetensors" for name in names)

@@ -1,0 +1,121 @@
+"""What the papers claim, beside what the runs at hand show.
+
+The papers' numbers are those that their abstracts and introductions give; both are of other models and of other scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_bpo.report.compare import Run, mean_curve
+
+BPO = "BPO (Branching Policy Optimization): WebShop, ALFWorld, SWE-bench Verified; Qwen2.5-7B, Llama-3.1-8B"
+SAPO = "SAPO (arXiv 2608.19842): ALFWorld and WebShop, Qwen2.5-1.5B and 7B, mean"
+NO_BRANCHING = ("grpo", "rloo")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row: what is claimed, by whom, the paper's number, ours, and the seeds ours is of."""
+
+    what: str
+    source: str
+    paper: str
+    ours: str
+    seeds: int
+
+
+def final_success(runs: Sequence[Run]) -> str:
+    """The number of :attr:`Run.totals` to compare: the last checkpoint's evaluation where all runs have one."""
+    return "evaluated" if not any(np.isnan(r.totals["evaluated"]) for r in runs) else "val_last"
+
+
+def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[float, float, int]:
+    """Mean of ``runs`` minus mean of ``others``, its spread (standard deviation; NaN for one seed) and the seeds. Runs of the
+    same seeds start from one policy and are compared pair by pair."""
+    mine, theirs = ({r.seed: r.totals[key] for r in group} for group in (runs, others))
+    if None not in mine and mine.keys() == theirs.keys() and len(mine) == len(runs) == len(others):
+        pairs = np.array([mine[seed] - theirs[seed] for seed in mine])
+        return float(pairs.mean()), float(pairs.std(ddof=1)) if len(pairs) > 1 else np.nan, len(pairs)
+    a, b = (np.array([r.totals[key] for r in group]) for group in (runs, others))
+    spread = np.sqrt(a.var(ddof=1) + b.var(ddof=1)) if min(len(a), len(b)) > 1 else np.nan
+    return float(a.mean() - b.mean()), float(spread), min(len(a), len(b))
+
+
+def updates_to(runs: Sequence[Run], level: float) -> float | None:
+    """Policy updates at which the seeds' mean validation curve first reaches ``level``; None if it never does."""
+    curve = mean_curve(runs, "val")
+    reached = curve[curve["mean"] >= level]
+    return None if reached.empty else float(reached["updates"].iloc[0])
+
+
+def claims(runs: Sequence[Run]) -> list[Claim]:
+    """All claims that the runs of one environment and model have something to say on."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    family = {name: group[0].family for name, group in groups.items()}
+    key = final_success(runs)
+    mean = {name: float(np.mean([r.totals[key] for r in group])) for name, group in groups.items()}
+    named = lambda *families: [n for n in groups if family[n] in families]  # noqa: E731
+    found = []
+    baselines = named(*NO_BRANCHING)
+    if baselines:
+        best = max(baselines, key=lambda n: mean[n])
+        for name in named("bpo"):
+            found += _bpo(name, groups[name], best, groups[best], key)
+    for name in named("sapo"):
+        for other in named("ppo", "grpo"):
+            paper = {"ppo": "+15.1", "grpo": "+12.1"}[family[other]]
+            ours = _points(*difference(groups[name], groups[other], key))
+            seeds = min(len(groups[name]), len(groups[other]))
+            found.append(Claim(f"{name} - {other}, success in points", SAPO, paper, ours, seeds))
+        for other in named("ppo"):
+            ratio = _ratio(groups[name], groups[other], "seconds_per_step")
+            seeds = min(len(groups[name]), len(groups[other]))
+            ours = "not logged" if np.isnan(ratio) else f"{ratio - 1:+.1%}"
+            found.append(Claim(f"{name} against {other}, time per iteration", SAPO, "-33.2%", ours, seeds))
+    return found
+
+
+def _bpo(name: str, runs: Sequence[Run], best: str, baseline: Sequence[Run], key: str) -> list[Claim]:
+    mean, spread, seeds = difference(runs, baseline, key)
+    out = [
+        Claim(
+            f"{name} - {best} (best baseline), success in points",
+            BPO,
+            "+3.6 to +6.1",
+            _points(mean, spread, seeds),
+            seeds,
+        )
+    ]
+    curve = mean_curve(baseline, "val")
+    level = float(curve["mean"].max())
+    theirs, mine = updates_to(baseline, level), updates_to(runs, level)
+    if mine is None:
+        ours = f"not reached ({level:.1%}, {best}: {theirs:.0f} updates)"
+    elif not theirs:
+        ours = f"{best} never rose above its start"
+    else:
+        ours = f"{mine / theirs - 1:+.0%} ({mine:.0f} against {theirs:.0f} updates to {level:.1%})"
+    out.append(Claim(f"{name}: updates to {best}'s best mean level", BPO, "-38%", ours, seeds))
+    ratio = _ratio(runs, baseline, "grad_norm_relative_variance")
+    ours = "not logged" if np.isnan(ratio) else f"x {ratio:.2f}"
+    out.append(
+        Claim(
+            f"{name} against {best}, variance of the gradient norm over the run, relative", BPO, "halved", ours, seeds
+        )
+    )
+    return out
+
+
+def _ratio(runs: Sequence[Run], others: Sequence[Run], key: str) -> float:
+    mine, theirs = (np.mean([r.totals[key] for r in group]) for group in (runs, others))
+    return float(mine / theirs) if theirs else np.nan
+
+
+def _points(mean: float, spread: float, seeds: int) -> str:
+    return f"{100 * mean:+.1f}" + ("" if np.isnan(spread) else f" ± {100 * spread:.1f}")

@@ -1,0 +1,109 @@
+"""The comparison as Markdown and as one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_bpo.report.compare import Run
+
+NOTES = (
+    "Mean ± standard deviation over seeds. A difference between methods of the same seeds is taken seed by seed. Numbers "
+    "beside the papers' are of other models and scales: they show whether an effect is there, not its size."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """Runs of one environment and model."""
+
+    title: str
+    runs: Sequence[Run]
+    table: str
+    """Markdown."""
+    curves: Path
+
+
+def write_page(sections: Sequence[Section], out: Path) -> str:
+    """Write ``comparison.md`` and ``index.html``; returns the Markdown."""
+    from jinja2 import Environment, PackageLoader
+
+    parts = [(section, _tables(section)) for section in sections]
+    text = ""
+    for section, tables in parts:
+        text += f"## {section.title}\n\n" if section.title else ""
+        text += "\n".join(f"{title}\n\n{table}" if title else table for title, table in tables)
+        metrics = ", ".join(dict.fromkeys(r.metric for r in section.runs))
+        text += f"\nValidation: {metrics}.\n"
+    text += f"\n{NOTES}\n"
+    (out / "comparison.md").write_text(text, encoding="utf-8")
+    page = Environment(loader=PackageLoader("verl_bpo.report", ""), autoescape=True).get_template("comparison.html")
+    content = [
+        {
+            "title": section.title,
+            "tables": [(title, _cells(table)) for title, table in tables],
+            "curves": base64.b64encode(section.curves.read_bytes()).decode(),
+        }
+        for section, tables in parts
+    ]
+    (out / "index.html").write_text(page.render(sections=content, notes=NOTES), encoding="utf-8")
+    return text
+
+
+def _tables(section: Section) -> list[tuple[str, str]]:
+    """(title, Markdown table) of all that is known of the runs."""
+    from verl_bpo.report.claims import claims
+
+    tables = [("", section.table)]
+    rows = [(c.what, c.paper, c.ours, str(c.seeds), c.source) for c in claims(section.runs)]
+    if rows:
+        tables.append(
+            ("The papers' claims", _markdown(("claim", "paper", "here", "seeds", "the paper's setting"), rows))
+        )
+    evaluated = [r for r in section.runs if "evaluation" in r.record]
+    if evaluated:
+        tables.append(("Evaluation of the last checkpoints", _markdown(*_evaluations(evaluated))))
+    recorded = [r for r in section.runs if r.record.get("attempts")]
+    if recorded:
+        tables.append(("Runs", _markdown(*_provenance(recorded))))
+    return tables
+
+
+def _evaluations(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows = []
+    for run in runs:
+        found = run.record["evaluation"]
+        for kind, row in {"all": found["success"], **found["task_types"]}.items():
+            low, high = row["wilson"]
+            interval = f"{row['mean']:.1%} [{low:.1%}, {high:.1%}]"
+            rows.append((run.name, str(run.seed), kind, interval, str(row["episodes"]), str(row["tasks"])))
+    return ("run", "seed", "task type", "success [95%, Wilson]", "episodes", "tasks"), rows
+
+
+def _provenance(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows = []
+    for run in runs:
+        last = run.record["attempts"][-1]
+        commit = last.get("commit", "")[:10] + (" + changes" if last.get("changed_files") else "")
+        versions = ", ".join(
+            f"{k} {v}" for k, v in last.get("versions", {}).items() if k in ("verl", "torch", "verl_bpo")
+        )
+        state = "done" if run.record["done"] else "unfinished"
+        hours = sum(a.get("seconds", 0) for a in run.record["attempts"]) / 3600
+        rows.append(
+            (run.name, str(run.seed), state, str(len(run.record["attempts"])), f"{hours:.2f}", commit, versions)
+        )
+    return ("run", "seed", "state", "attempts", "hours with start", "commit", "versions"), rows
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def _cells(table: str) -> list[list[str]]:
+    """A Markdown table's rows, its head first."""
+    lines = [line for line in table.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
