@@ -42,7 +42,7 @@ def main() -> None:
                     break
                 seen += 1
                 data = step["data"]
-                valid = next((f"{v:.0%}" for k, v in data.items() if k.endswith("/success/mean@1")), valid)
+                valid = next((f"{v:.0%}" for k, v in data.items() if "/success/mean@" in k), valid)
                 bar.set_description(f"{arguments.name} step {step['step']}", refresh=False)
                 bar.set_postfix(train=f"{data.get('tree/success', 0):.0%}", valid=valid, refresh=False)
                 bar.n = int(data.get("compute/env_steps", 0))
