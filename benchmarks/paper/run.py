@@ -215,7 +215,7 @@ def watch(process: subprocess.Popen, metrics: Path, run: Run) -> None:
                 with contextlib.suppress(ValueError):
                     data = json.loads(line)["data"]
                     bar.n = int(data.get("compute/env_steps", bar.n))
-                    valid = [v for k, v in data.items() if k.startswith("val-") and k.endswith("/success/mean@1")]
+                    valid = [v for k, v in data.items() if k.startswith("val-") and "/success/mean@" in k]
                     if valid:
                         bar.set_postfix(valid=f"{sum(valid) / len(valid):.0%}", refresh=False)
             bar.refresh()
