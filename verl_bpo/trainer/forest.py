@@ -35,8 +35,8 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
     """Concatenate trees.
 
     Args:
-        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``,
-            ``scores``).
+        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``
+            and, from a rollout, ``scores``).
         prompts: per session the id of its prompt.
     """
     turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "reward")}
@@ -58,7 +58,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
         counters.append(record["counters"])
         failures += record["failures"]
-        asked += record["scores"]
+        asked += record.get("scores", [])
     integer, boolean, real = torch.long, torch.bool, torch.float64
     return TreeBatch(
         turns=Forest(
