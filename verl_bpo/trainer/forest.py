@@ -37,8 +37,8 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
     """Concatenate trees.
 
     Args:
-        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``,
-            ``scores``).
+        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``
+            and, from a rollout, ``scores``).
         prompts: per session the id of its prompt.
     """
     turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "state_value", "reward")}
