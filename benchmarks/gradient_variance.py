@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -316,17 +317,17 @@ def main() -> None:
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__},
         "identity": identity_study(sampler, arguments.identity_tasks, arguments.identity_trees, 4, arguments.seed),
     }
-    for study in gradient_study(sampler, arguments.batches, arguments.env_steps, arguments.seed):
-        reference = study["RLOO"]["gradients"]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for study in itertools.chain([{}], gradient_study(sampler, arguments.batches, arguments.env_steps, arguments.seed)):
         result["gradients"] = {
-            name: {**statistics(s["gradients"], reference), "cost": s["cost"]} for name, s in study.items()
+            name: {**statistics(s["gradients"], study["RLOO"]["gradients"]), "cost": s["cost"]}
+            for name, s in study.items()
         }
         result["seconds"], result["cpu_seconds"] = (
             round(time.perf_counter() - started),
             round(time.process_time() - cpu),
         )
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")  # what is there stays if the rest is interrupted
         print(table(result), flush=True)
 
 

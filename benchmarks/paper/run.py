@@ -274,6 +274,8 @@ def main() -> int:
             done = execute(run, folder, training_arguments(run, folder, start), start and start[0])
         except ValueError as error:
             raise SystemExit(str(error)) from None
+        except KeyboardInterrupt:
+            raise SystemExit("\ninterrupted: the same command goes on from here") from None
         if not done:
             failed.append(run.title)
             print(f"failed: see {folder / 'train.log'}", file=sys.stderr)

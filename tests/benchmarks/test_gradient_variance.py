@@ -1,0 +1,91 @@
+"""The statistics of ``benchmarks/gradient_variance.py`` on samples whose variances are known."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.rollout.rows import topology
+from verl_bpo.trainer.forest import build_batch
+from verl_bpo.tree.topology import ROOT, Node, Tree
+from verl_bpo.warmstart import make_model, make_tokenizer
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks/gradient_variance.py"
+spec = importlib.util.spec_from_file_location("gradient_variance", FILE)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+
+def test_intervals_cover_the_truth_of_known_gaussians():
+    rng, size, repeats = np.random.default_rng(0), 50, 60
+    mean = np.zeros(size)
+    mean[0] = 2.0
+    truth = {"trace": 50.0, "mean_square": 4.0, "noise": 12.5, "direction": 1.0}
+    covered, centre = dict.fromkeys(truth, 0), dict.fromkeys(truth, 0.0)
+    for _ in range(repeats):
+        gradients = mean + rng.normal(size=(60, size))  # tr(C) = 50, |mu|^2 = 4
+        found = module.statistics(gradients, mean + 0.5 * rng.normal(size=(60, size)))
+        for key, true in truth.items():
+            low, high = found[key]["interval"]
+            covered[key] += low < true < high
+            centre[key] += found[key]["value"] / repeats
+    for key, true in truth.items():
+        assert covered[key] >= 0.85 * repeats, key
+        assert centre[key] == pytest.approx(true, rel=0.1), key
+    # The mean gradient's plain length would count 50 / 60 of noise: 4.83.
+    assert centre["mean_square"] == pytest.approx(4.0, abs=0.3)
+
+
+def test_the_identity_holds_on_returns_whose_prefix_share_is_known():
+    rng, n = np.random.default_rng(0), 4
+    groups = []
+    for _ in range(60):
+        value = rng.choice([0.2, 0.8], size=200)  # Var(E[R | s]) = 0.09
+        groups.append((rng.random((200, n)) < value[:, None]).astype(float))
+    found = module.identity(groups, n)
+    assert found["trajectory_variance"] == pytest.approx(4 / 3 * 0.25, rel=0.03)
+    assert found["sibling_variance"] == pytest.approx(4 / 3 * 0.16, rel=0.03)
+    assert found["reduction"] == pytest.approx(4 / 3 * 0.09, rel=0.06)
+    assert found["predicted"] == pytest.approx(4 / 3 * 0.09, rel=0.06)
+
+
+def small_tree() -> Tree:
+    """Two root samples, one of them forked after its first turn."""
+    tree = Tree(prompt_ids=[1, 2, 3])
+    for parent, ids, reward in ((ROOT, [[4, 5], [6]], 1.0), (ROOT, [[7]], 0.0), (0, [[8, 9]], 0.0)):
+        index = tree.add_trajectory(parent)
+        for k, action in enumerate(ids):
+            last = k + 1 == len(ids)
+            zeros = [0.0] * len(action)
+            parent = tree.add_node(
+                Node(parent, index, action, zeros, zeros, [] if last else [10, 11], reward=reward * last)
+            )
+        tree.trajectories[index].end = "terminated"
+    tree.trunk_exchangeable[0] = True
+    return tree
+
+
+def test_a_trees_gradient_is_the_sum_over_its_turns():
+    torch.manual_seed(0)
+    model = make_model(make_tokenizer(["a b c"], 300), hidden_size=16, layers=1, heads=2).eval()
+    tree, estimators = small_tree(), {"loo": {"baseline": "loo"}, "mean": {"baseline": "mean"}}
+    found = module.tree_gradients(model, tree, estimators, windowed=False)
+    session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
+    result = sibling_advantages(build_batch({"0": session}, {"0": "0"}).turns, baseline="loo")
+    total = 0
+    for i, node in enumerate(tree.nodes):
+        before = list(tree.prompt_ids)
+        for j in tree.path(i)[:-1]:
+            before += tree.nodes[j].action_ids + tree.nodes[j].observation_ids
+        logits = model(torch.tensor([before + node.action_ids])).logits[0, len(before) - 1 : -1]
+        total = (
+            total
+            + result.advantage[i].float() * logits.log_softmax(-1)[range(len(node.action_ids)), node.action_ids].sum()
+        )
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
+    gradient, tokens = found["loo"]
+    torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-4, atol=1e-6)
+    assert tokens == 6 and not np.allclose(found["mean"][0], gradient)
