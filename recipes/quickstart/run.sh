@@ -5,13 +5,13 @@
 #
 # ROOT=runs/quickstart   where everything goes
 # SEED=0                 seed of warm start and training
-# ENV_STEPS=6000         environment steps that each method may take
+# ENV_STEPS=8000         environment steps that each method may take
 # Finished parts are not done again; remove ROOT to start over.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ROOT=${ROOT:-runs/quickstart}
 SEED=${SEED:-0}
-ENV_STEPS=${ENV_STEPS:-6000}
+ENV_STEPS=${ENV_STEPS:-8000}
 started=$SECONDS
 
 say() { printf '\n== %s (%d:%02d)\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
