@@ -60,4 +60,4 @@ for file in "$ROOT"/grpo-*.jsonl; do runs+=("GRPO=$file"); done
 verl-bpo report compare "${runs[@]}" --out "$ROOT/report"
 verl-bpo report trees "$ROOT/dump-bpo-$SEED" --out "$ROOT/report/trees.html" --png "$ROOT/report/tree.png"
 verl-bpo report recompute "$ROOT/dump-bpo-$SEED" | tail -n 1
-say "done: look at $ROOT/report/curves.png, tree.png and trees.html"
+say "done: look at $ROOT/report/index.html, tree.png and trees.html"

@@ -150,6 +150,17 @@ def test_a_warm_start_brings_its_prompts(root, tmp_path):
     assert not options_from(tmp_path, ["bpo.prompt.list_actions=false"]).config.prompt.list_actions
 
 
+def test_a_runs_config_brings_its_settings_and_overrides_win(root, tmp_path):
+    bpo = {"env": {"max_turns": 7, "max_action_tokens": 5}, "prompt": {"template": "bare", "system": ""}}
+    data = {"max_prompt_length": 99, "max_response_length": 77, "train_files": "x"}
+    (tmp_path / "config.yaml").write_text(json.dumps({"bpo": bpo, "data": data}))
+    found = options_from(
+        root / "model", ["bpo.env.max_turns=9", "data.max_response_length=66"], tmp_path / "config.yaml"
+    )
+    assert found.config.prompt.system_text == "" and found.config.env.max_action_tokens == 5
+    assert (found.config.env.max_turns, found.max_prompt_tokens, found.max_response_tokens) == (9, 99, 66)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
