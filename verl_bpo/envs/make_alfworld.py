@@ -30,7 +30,7 @@ from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 from tqdm import tqdm
 
 from verl_bpo.envs.alfworld import GENERATED, SPLITS
-from verl_bpo.envs.make_games import open_folder, write_whole
+from verl_bpo.envs.manifest import open_folder, write_whole
 
 LAYOUTS = Path(alfworld.gen.__file__).parent / "layouts"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -24,6 +23,8 @@ from textworld.generator.maker import WorldEntity, WorldRoom
 from textworld.generator.world import World
 from textworld.logic import GameLogic
 from tqdm import tqdm
+
+from verl_bpo.envs.manifest import open_folder, write_whole
 
 ROOMS = ("kitchen", "bedroom", "bathroom", "office", "garden", "cellar")
 SUPPORTERS = ("table", "shelf", "desk", "bench")
@@ -108,30 +109,6 @@ def make_textworld_games(
                 bar.update()
     write_whole(folder / "manifest.json", json.dumps({"options": options, "games": games}, indent=1))
     return folder
-
-
-def open_folder(folder: Path, options: Mapping[str, object], pattern: str) -> dict[str, str] | None:
-    """The games of ``folder`` if they are all there and made with ``options``, as its manifest tells; None: make them.
-
-    Raises:
-        ValueError: it holds games made with other options, or (by ``pattern``) games without a manifest.
-    """
-    manifest = folder / "manifest.json"
-    if manifest.is_file():
-        made = json.loads(manifest.read_text())
-        if made["options"] != options:
-            shown = ", ".join(f"{key} {made['options'].get(key)}" for key in ("kind", "level", "seed", "counts"))
-            raise ValueError(
-                f"{folder} holds games made with other options ({shown}): choose another folder or remove it"
-            )
-        if made["games"] and all((folder / name).is_file() for name in made["games"]):
-            return made["games"]
-    elif any(folder.glob(pattern)):
-        raise ValueError(f"{folder} holds games but no manifest: choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    # written first, so that an unfinished run isn't mixed with another one's games
-    write_whole(manifest, json.dumps({"options": options, "games": {}}))
-    return None
 
 
 def _new_game(random: Random, level: Level, seen: set[str]) -> tuple[Game, str]:
@@ -306,10 +283,3 @@ def _serialized(game: Game) -> str:
     data = game.serialize()
     data["world"].sort(key=json.dumps)
     return json.dumps(data)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Never leaves a half-written file behind."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    os.replace(part, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from random import Random
 from typing import Any
 
 from tqdm import tqdm
+
+from verl_bpo.envs.manifest import open_folder, write_whole
 
 _VERSION = 1
 MODULES = ("tools", "core", "util", "lib", "calc", "text", "base", "misc")
@@ -160,35 +161,30 @@ def make_repairs(
         raise ValueError(f"counts={counts}: each split needs at least one task")
     folder = Path(out_dir).expanduser()
     options = {"kind": "repair", "version": _VERSION, "counts": counts, "seed": seed, **asdict(LEVELS[level])}
-    manifest = folder / "manifest.json"
-    if manifest.is_file():
-        made = json.loads(manifest.read_text())
-        if made["options"] != options:
-            raise ValueError(f"{folder} holds tasks made with other options: choose another folder or remove it")
-        if all((folder / name).is_file() for name in made["tasks"]):
-            return folder
-    elif any(folder.glob("*/*.json")):
-        raise ValueError(f"{folder} holds tasks but no manifest: choose another folder or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    random, seen, names = Random(f"{seed}/{level}"), set(), []
+    if open_folder(folder, json.loads(json.dumps(options)), "*/*.json") is not None:
+        return folder
+    random, seen, tasks = Random(f"{seed}/{level}"), set(), {}
     with tqdm(total=sum(counts.values()), desc="making tasks", unit="task", disable=not progress) as bar:
         for split, count in counts.items():
             (folder / split).mkdir(exist_ok=True)
             for number in range(count):
-                names.append(f"{split}/{number:04d}.json")
-                _write(folder / names[-1], json.dumps(_new_task(random, LEVELS[level], seen), indent=1))
+                task, content = _new_task(random, LEVELS[level], seen)
+                name = f"{split}/{number:04d}.json"
+                write_whole(folder / name, json.dumps(task, indent=1))
+                tasks[name] = content
                 bar.update()
-    _write(manifest, json.dumps({"options": options, "tasks": names}, indent=1))
+    write_whole(folder / "manifest.json", json.dumps({"options": options, "games": tasks}, indent=1))
     return folder
 
 
-def _new_task(random: Random, level: Level, seen: set[str]) -> dict[str, Any]:
+def _new_task(random: Random, level: Level, seen: set[str]) -> tuple[dict[str, Any], str]:
+    """A task whose content isn't in ``seen`` (to which it is added), and its content's hash."""
     for _ in range(1000):
         task = _task(random, level)
         digest = hashlib.sha256(json.dumps(task["files"], sort_keys=True).encode()).hexdigest()
         if digest not in seen:
             seen.add(digest)
-            return task
+            return task, digest
     raise ValueError(f"no further task of this level found after {len(seen)}: ask for fewer")
 
 
@@ -262,9 +258,3 @@ def _edit(number: int, line: str, module: str) -> str:
     """A command that replaces a line."""
     quote = '"' if "'" in line else "'"
     return f"sed -i {quote}{number}c\\{line}{quote} {module}.py"
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    os.replace(part, path)

@@ -19,10 +19,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.envs import EnvironmentUnavailable
+from verl_bpo.rollout.pools import Pools
 from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT, Row, topology, tree_rows
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
-from verl_bpo.sandbox import SandboxPool
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.tree.branching import online_selector
 from verl_bpo.tree.budget import Budget
@@ -34,24 +34,9 @@ class _Shared:
 
     def __init__(self, config: BPOConfig) -> None:
         self.config = config
-        self.pools: dict[str, SandboxPool] = {}
+        self.pools = Pools(config.env)
         self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.slots = asyncio.Semaphore(config.env.workers)
-
-    def pool(self, env: str) -> SandboxPool:
-        if env not in self.pools:
-            spec = self.config.env
-            self.pools[env] = SandboxPool(
-                env,
-                spec.kwargs,
-                backend=spec.backend,
-                size=spec.workers,
-                step_timeout=spec.step_timeout,
-                reset_timeout=spec.reset_timeout,
-                isolation=spec.isolation,
-                snapshot_bytes=spec.snapshot_mb << 20,
-            )
-        return self.pools[env]
 
 
 @lru_cache(maxsize=4)
@@ -105,7 +90,7 @@ class TreeAgentLoop(AgentLoopBase):
             return self._outputs(rollout, Tree(prompt_ids=[]), fatal=missing)
         async with self.shared.slots:
             try:
-                world = await self.loop.run_in_executor(self.shared.executor, self.shared.pool(env).open)
+                world = await self.loop.run_in_executor(self.shared.executor, self.shared.pools[env].open)
             except EnvironmentUnavailable as error:
                 return self._outputs(rollout, Tree(prompt_ids=[]), fatal=str(error))
             except SandboxError as error:

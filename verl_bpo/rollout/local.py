@@ -11,9 +11,9 @@ from zlib import crc32
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.platform.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.platform.sampling import SamplingParams
+from verl_bpo.rollout.pools import Pools
 from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
-from verl_bpo.sandbox import SandboxPool
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.tree.branching import OnlineSelector, online_selector
 from verl_bpo.tree.budget import Budget
@@ -57,7 +57,7 @@ class LocalRollouts:
         self.batcher = ContinuousBatcher(model, max_num_seqs=max(64, 2 * config.env.workers))
         self.generation = BatcherThread(self.batcher, threads)
         self.executor = ThreadPoolExecutor(4 * config.env.workers + 4, thread_name_prefix="sandbox")
-        self.pools: dict[str, SandboxPool] = {}
+        self.pools = Pools(config.env)
         self.slots = asyncio.Semaphore(config.env.workers)
 
     def __enter__(self) -> LocalRollouts:
@@ -65,8 +65,7 @@ class LocalRollouts:
 
     def __exit__(self, *exc: object) -> None:
         self.generation.close()
-        for pool in self.pools.values():
-            pool.close()
+        self.pools.close()
         self.executor.shutdown()
 
     async def tree(
@@ -102,28 +101,13 @@ class LocalRollouts:
         )
         async with self.slots:
             try:
-                rollout.world = await self._call(self._pool(env).open)
+                rollout.world = await self._call(self.pools[env].open)
             except SandboxError as error:
                 return Tree(prompt_ids=[]), [f"{type(error).__name__}: {error}"]
             try:
                 return await rollout.run(task, seed), rollout.failures
             finally:
                 await self._call(rollout.world.close)
-
-    def _pool(self, env: str) -> SandboxPool:
-        if env not in self.pools:
-            spec = self.config.env
-            self.pools[env] = SandboxPool(
-                env,
-                spec.kwargs,
-                backend=spec.backend,
-                size=spec.workers,
-                step_timeout=spec.step_timeout,
-                reset_timeout=spec.reset_timeout,
-                isolation=spec.isolation,
-                snapshot_bytes=spec.snapshot_mb << 20,
-            )
-        return self.pools[env]
 
     def _hash(self, place: str) -> int:
         return crc32(f"{self.seed}/{place}".encode())

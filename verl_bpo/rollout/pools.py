@@ -1,0 +1,34 @@
+"""The sandboxes of rollouts, by environment."""
+
+from __future__ import annotations
+
+from verl_bpo.config.schema import EnvConfig
+from verl_bpo.sandbox import SandboxPool
+
+
+class Pools:
+    """One pool of ``spec.workers`` worlds for each environment that is asked for."""
+
+    def __init__(self, spec: EnvConfig) -> None:
+        self.spec = spec
+        self._pools: dict[str, SandboxPool] = {}
+
+    def __getitem__(self, env: str) -> SandboxPool:
+        if env not in self._pools:
+            spec = self.spec
+            self._pools[env] = SandboxPool(
+                env,
+                spec.kwargs,
+                backend=spec.backend,
+                size=spec.workers,
+                step_timeout=spec.step_timeout,
+                reset_timeout=spec.reset_timeout,
+                isolation=spec.isolation,
+                snapshot_bytes=spec.snapshot_mb << 20,
+            )
+        return self._pools[env]
+
+    def close(self) -> None:
+        """End all their processes."""
+        for pool in self._pools.values():
+            pool.close()
