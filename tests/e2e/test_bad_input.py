@@ -47,5 +47,5 @@ def test_what_no_rollout_can_mend_ends_the_run_in_one_line(worlds, overrides, me
         "trainer.total_training_steps=1", "trainer.logger=[console]", *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPOSITORY, env={**os.environ})
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and last.startswith("verl_bpo: task") and message in last, done.stderr[-3000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("verl_bpo: task ") and message in line]
+    assert done.returncode != 0 and len(lines) == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 @hydra.main(config_path="pkg://verl_bpo.config", config_name="bpo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
     """The same calls in the same order as ``verl.trainer.main_ppo.main``, for the v1 trainer."""
+    import ray
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -23,6 +24,7 @@ def main(config: DictConfig) -> None:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     except RayTaskError as error:
         if isinstance(error.cause, RunError):
+            ray.shutdown()  # what the workers still had to say comes first
             raise SystemExit(f"verl_bpo: {error.cause}") from None
         raise
 
