@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from pathlib import Path
 
 from verl_bpo.sandbox.base import Environment, Observation
@@ -146,5 +145,5 @@ class LeavesFiles(Counter):
 
 class LeavesThreads(Counter):
     def reset(self, task, seed=0):
-        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         return super().reset(task, seed)
