@@ -31,7 +31,7 @@ done
 
 say "3/6 warm start: imitation of walkthroughs with detours, stopped early"
 verl-bpo warmstart --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
-  --hidden-size 64 --detours 0.5 --max-turns 6 --until-success 0.25 --steps 600 --check-every 25
+  --hidden-size 64 --detours 0.5 --max-turns 6 --until-success 0.4 --steps 600 --check-every 25
 
 train() { # NAME OVERRIDES...
   local name=$1 log="$ROOT/$1.log"
