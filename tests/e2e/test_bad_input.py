@@ -35,7 +35,7 @@ def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["data.train_files=${root}/Uncopyable.parquet"], "bpo.env.backend=replay"),
+        (["data.train_files=${root}/Uncopyable.parquet"], "bpo.env.backend=fork or replay"),
         (["data.max_prompt_length=8", "trainer.val_before_train=true"], "more than data.max_prompt_length=8"),
     ],
 )
