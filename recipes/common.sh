@@ -19,7 +19,7 @@ prompts() {
 prepare_alfworld() {
   if [ -n "$SMOKE" ]; then
     verl-bpo make-games --kind alfworld "$DATA/games" --train 24 --valid 6
-    export ALFWORLD_DATA=$PWD/$DATA/games
+    export ALFWORLD_DATA=$(realpath "$DATA/games")
   fi
   prompts alfworld train valid_seen valid_unseen
 }
