@@ -184,7 +184,7 @@ class TreeRollout:
         conversation = self.prompter.first(observation)
         if len(conversation.ids) > self.max_prompt_tokens:
             raise ValueError(
-                f"the prompt of task {self.task} has {len(conversation.ids)} tokens, more than data.max_prompt_length="
+                f"the prompt has {len(conversation.ids)} tokens, more than data.max_prompt_length="
                 f"{self.max_prompt_tokens}: raise it, or shorten the prompt (bpo.prompt.list_actions, "
                 f"bpo.prompt.max_observation_tokens)"
             )
