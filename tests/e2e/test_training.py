@@ -119,7 +119,7 @@ def test_bpo_trains_on_trees_and_the_engine_follows_every_update(bpo_run):
         assert metrics["actor/grad_norm"] > 0
         assert metrics["tree/cached_share"] > 0.3  # branches reuse their prefix
     assert any(m["bpo/sibling_return_variance"] > 0 for m in bpo_run)
-    assert any(key.endswith("success/mean@1") for key in bpo_run[-1])
+    assert any("success/mean@" in key for key in bpo_run[-1])
 
 
 def test_log_probs_and_entropies_are_those_of_the_weights_that_sampled(root, bpo_run):
