@@ -24,8 +24,6 @@ from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT, Row, topology, tree_rows
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
-from verl_bpo.tree.branching import online_selector
-from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import Tree
 
 
@@ -34,6 +32,9 @@ class _Shared:
 
     def __init__(self, config: BPOConfig) -> None:
         self.config = config
+        limits = {"max_turns": config.env.max_turns, "max_action_tokens": config.env.max_action_tokens}
+        self.plain = build({"env": limits}, "plain")
+        """What validation rolls: single trajectories."""
         self.pools = Pools(config.env)
         self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.slots = asyncio.Semaphore(config.env.workers)
@@ -58,28 +59,15 @@ class TreeAgentLoop(AgentLoopBase):
         extra = row.get("extra_info") or {}
         env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
         validate = sampling_params.pop("_validate", False)
-        config = (
-            build({"preset": "plain", "env": {"max_turns": self.bpo.env.max_turns}}, "plain") if validate else self.bpo
-        )
-        branch, limits = config.branch, config.budget
         identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
-        rollout = TreeRollout(
+        rollout = TreeRollout.configured(
+            self.shared.plain if validate else self.bpo,
+            learnt_limit=row.get(BRANCH_LIMIT),
             generate=self._generator(sampling_params, identity),
-            world=None,
             executor=self.shared.executor,
             prompter=self.prompter,
-            branch=branch,
-            budget=Budget(limits.unit, limits.limit, self.bpo.env.max_turns, self.bpo.env.max_action_tokens),
-            selector=online_selector(
-                branch.selector,
-                limit=branch.threshold,
-                share=branch.share,
-                interval=branch.interval,
-                learnt_limit=row.get(BRANCH_LIMIT),
-            ),
             max_prompt_tokens=self.rollout_config.prompt_length,
             max_response_tokens=self.rollout_config.response_length,
-            fill=limits.fill == "root",
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
         if not env or not task:

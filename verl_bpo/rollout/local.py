@@ -15,8 +15,7 @@ from verl_bpo.rollout.pools import Pools
 from verl_bpo.rollout.prompting import Prompter
 from verl_bpo.rollout.tree_rollout import Generation, TreeRollout
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.tree.branching import OnlineSelector, online_selector
-from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.branching import OnlineSelector
 from verl_bpo.tree.topology import Tree
 
 
@@ -84,19 +83,14 @@ class LocalRollouts:
         Raises:
             EnvironmentUnavailable, SnapshotUnsupported, ValueError: no other task would fare better.
         """
-        branch, limits, spec = self.config.branch, self.config.budget, self.config.env
-        own = online_selector(branch.selector, limit=branch.threshold, share=branch.share, interval=branch.interval)
-        rollout = TreeRollout(
+        rollout = TreeRollout.configured(
+            self.config,
+            selector=selector,
             generate=self._generator(identity),
-            world=None,
             executor=self.executor,
             prompter=self.prompter,
-            branch=branch,
-            budget=Budget(limits.unit, limits.limit, spec.max_turns, spec.max_action_tokens),
-            selector=selector or own,
             max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=self.max_response_tokens,
-            fill=limits.fill == "root",
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
         async with self.slots:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from verl_bpo.rollout.prompting import Conversation, Prompter
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
-from verl_bpo.tree.branching import Candidate, OnlineSelector, branch_score, decision_score, rank
+from verl_bpo.tree.branching import Candidate, OnlineSelector, branch_score, decision_score, online_selector, rank
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
@@ -82,6 +82,34 @@ class TreeRollout:
     """Whether what branching leaves over goes to further root samples."""
     chance: Callable[[str], float] = lambda place: random.random()
     """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
+
+    @classmethod
+    def configured(
+        cls, config: Any, *, selector: OnlineSelector | None = None, learnt_limit: float | None = None, **parts: Any
+    ) -> TreeRollout:
+        """One that branches and spends as ``config`` (a ``BPOConfig``) says; its world is opened later.
+
+        Args:
+            selector: in place of the one that ``bpo.branch.selector`` names.
+            learnt_limit: what selector ``quantile`` goes by.
+            parts: the other fields.
+        """
+        branch, limits, env = config.branch, config.budget, config.env
+        own = online_selector(
+            branch.selector,
+            limit=branch.threshold,
+            share=branch.share,
+            interval=branch.interval,
+            learnt_limit=learnt_limit,
+        )
+        return cls(
+            world=None,
+            branch=branch,
+            budget=Budget(limits.unit, limits.limit, env.max_turns, env.max_action_tokens),
+            selector=selector or own,
+            fill=limits.fill == "root",
+            **parts,
+        )
 
     def __post_init__(self) -> None:
         self.tree = Tree(prompt_ids=[])
