@@ -264,10 +264,14 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         return parent[i] >= 0 and trajectory[parent[i]] == trajectory[i]
 
     def siblings(i):
+        if baseline == "trajectory":  # of the trajectory's first turn: first turns of all trajectories of the prompt
+            return [j for j in turns if not trunk(j) and prompt[j] == prompt[i] and lives(j)]
         same = [j for j in turns if parent[j] == parent[i] and (parent[i] >= 0 or prompt[j] == prompt[i])]
         return [j for j in same if lives(j)]
 
     def fair(i):
+        if baseline == "trajectory":
+            return not (trunk_in_siblings == "never" and trunk(i))
         if trunk_in_siblings == "always":
             return True
         return exchangeable[i] and not (trunk_in_siblings == "never" and trunk(i))
@@ -275,7 +279,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
     def estimate(i):
         children = [j for j in turns if parent[j] == i and lives(j)]
         own = [j for j in children if trunk(j)]
-        if leaf_return == "leaf" or not own:
+        if leaf_return == "leaf" or baseline == "trajectory" or not own:
             return returns[trajectory[i]]
         if trunk_in_siblings != "always" and not all(exchangeable[j] for j in children):
             return estimate(own[0])
@@ -284,6 +288,8 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
     def advantage(i):
         if not lives(i):
             return None
+        if baseline == "trajectory" and trunk(i):
+            return advantage(parent[i])
         group = siblings(i)
         if len(group) < 2:
             return advantage(parent[i]) if trunk(i) else None
@@ -296,6 +302,8 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         return (estimate(i) - mean(others)) / (stdev(values) if normalize == "sibling_std" else 1)
 
     def weight(i):
+        if baseline == "trajectory":
+            return weight(parent[i]) if trunk(i) else 1 / max(len(siblings(i)), 1)
         return (weight(parent[i]) if parent[i] >= 0 else 1) / max(len(siblings(i)), 1)
 
     a = [advantage(i) for i in turns]
@@ -316,7 +324,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
 
 
 OPTIONS = {
-    "baseline": ("loo", "mean"),
+    "baseline": ("loo", "mean", "trajectory"),
     "normalize": ("none", "sibling_std", "batch_std"),
     "leaf_return": ("leaf", "tree_mean"),
     "weighting": ("uniform", "path_probability"),
@@ -335,6 +343,13 @@ def test_vectorised_equals_recursive_definition_on_random_forests(values):
         assert result.valid.tolist() == valid
         assert result.advantage.tolist() == pytest.approx(advantage, abs=1e-9)
         assert result.weight.tolist() == pytest.approx(weight, abs=1e-12)
+
+
+def test_trajectory_baseline_compares_a_tree_and_separate_rollouts_alike():
+    tree = trunk_and_two_forks()
+    apart = forest([-1, -1, -1], [0, 1, 2], tree.leaf_return.tolist())
+    whole, plain = sibling_advantages(tree, baseline="trajectory"), sibling_advantages(apart)
+    assert whole.advantage.tolist() == plain.advantage[tree.trajectory].tolist() and whole.valid.all()
 
 
 # --- edges --------------------------------------------------------------------------------------------------------

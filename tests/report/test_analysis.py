@@ -18,7 +18,8 @@ def views(folder):
 
 
 @pytest.mark.parametrize(
-    "baseline, leaf_return, trunk", list(product(("loo", "mean"), ("leaf", "tree_mean"), ("auto", "always", "never")))
+    "baseline, leaf_return, trunk",
+    list(product(("loo", "mean", "trajectory"), ("leaf", "tree_mean"), ("auto", "always", "never"))),
 )
 def test_explained_advantage_is_the_estimators(tmp_path, baseline, leaf_return, trunk):
     options = {"baseline": baseline, "leaf_return": leaf_return, "trunk_in_siblings": trunk}

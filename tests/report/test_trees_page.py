@@ -174,7 +174,13 @@ def test_browser_draws_every_turn_and_explains_each_as_dumped(page, tmp_path):
 
 @browser_test
 @pytest.mark.parametrize(
-    "options", [{"leaf_return": "tree_mean", "baseline": "mean"}, {"normalize": "sibling_std"}, {"center": True}]
+    "options",
+    [
+        {"leaf_return": "tree_mean", "baseline": "mean"},
+        {"normalize": "sibling_std"},
+        {"center": True},
+        {"baseline": "trajectory"},
+    ],
 )
 def test_browser_explains_other_estimators_as_dumped(options, tmp_path):
     write_page(Dump(write_dump(tmp_path / "dump", small_steps(count=1), **options)), tmp_path / "t.html")

@@ -13,7 +13,7 @@ Marked [ours] below is what goes beyond the paper. What holds under which condit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_bpo.tree.topology import ROOT
 
-Baseline = Literal["loo", "mean"]
+Baseline = Literal["loo", "mean", "trajectory"]
 Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
@@ -150,7 +150,10 @@ def sibling_advantages(
         forest: the turns.
         baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all n fair
             siblings, which shrinks the advantage by (n-1)/n. A sibling that isn't fair itself has the fair ones' mean
-            in both. Without any other fair sibling it is not valid, in both.
+            in both. Without any other fair sibling it is not valid, in both. ``trajectory``, for comparison with the
+            sibling baseline on the same trees: all turns of a rollout, from where it forked, have its return minus the
+            mean over the other usable rollouts of its prompt, as if each had started in the initial state. That is
+            biased on trees, since forks of a turn stand in its baseline; without forks it is ``loo``.
         normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
             fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
             centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
@@ -190,6 +193,10 @@ def sibling_advantages(
         if value not in get_args(allowed):
             raise ValueError(f"{key}={value!r} is not one of {', '.join(get_args(allowed))}")
 
+    if baseline == "trajectory":
+        roots = torch.where(forest.trunk, forest.parent, ROOT)
+        forest = replace(forest, parent=roots, exchangeable=torch.ones_like(forest.exchangeable))
+        baseline = "loo"
     trunk, exchangeable = forest.trunk, forest.exchangeable
     usable = forest.usable[forest.trajectory]
     if trunk_in_siblings == "always":

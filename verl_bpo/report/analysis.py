@@ -26,6 +26,8 @@ class TreeView:
         self.record = record
         self.tree: Tree = (tree := record.tree)
         self.options = record.advantages.options if record.advantages else {}
+        self.whole = self.options.get("baseline") == "trajectory"
+        """Whole rollouts are compared, wherever they forked."""
         self.usable_trajectory = [t.usable for t in tree.trajectories]
         """Per trajectory."""
         self.usable = [self.usable_trajectory[n.trajectory] for n in tree.nodes]
@@ -65,9 +67,10 @@ class TreeView:
         return [p for p, members in sorted(self.groups.items()) if p != ROOT and len(members) > 1]
 
     def roots(self) -> list[RootSibling]:
-        """What this tree adds to its prompt's group of first turns."""
+        """What this tree adds to its prompt's group of first turns; of all rollouts' first turns if these are compared."""
         nodes, session = self.tree.nodes, self.record.session
-        return [RootSibling(session, i, nodes[i].action_text, self.value[i]) for i in self.siblings(ROOT)]
+        first = [t.start for t in self.tree.trajectories if t.usable] if self.whole else self.siblings(ROOT)
+        return [RootSibling(session, i, nodes[i].action_text, self.value[i]) for i in first]
 
     def rows(self) -> list[int]:
         """[trajectories] row of each, from the top; -1 for one without turns. A trajectory lies in one row, its forks below
@@ -99,6 +102,8 @@ class TreeView:
         for i, node in enumerate(self.tree.nodes):
             if not self.usable[i]:
                 out.append(Explanation(i, None, None, 0))
+            elif self.whole:
+                out.append(out[node.parent] if self.trunk[i] else self._compare(i, fair[ROOT]))
             elif sizes[node.parent] > 1:
                 out.append(self._compare(i, fair[node.parent]))
             elif self.trunk[i]:
@@ -120,7 +125,7 @@ class TreeView:
         return sum(variance([self.value[i] for i in self.siblings(p)]) for p in [ROOT, *self.branch_points()])
 
     def _fair(self) -> list[bool]:
-        rule = self.options.get("trunk_in_siblings", "auto")
+        rule = "always" if self.whole else self.options.get("trunk_in_siblings", "auto")
         exchangeable = [
             rule == "always" or not trunk or (rule != "never" and self.tree.trunk_exchangeable.get(node.parent, True))
             for trunk, node in zip(self.trunk, self.tree.nodes)
@@ -130,7 +135,7 @@ class TreeView:
     def _values(self) -> list[float | None]:
         nodes = self.tree.nodes
         values = [self.leaf_return[n.trajectory] for n in nodes]
-        if self.options.get("leaf_return") != "tree_mean":
+        if self.whole or self.options.get("leaf_return") != "tree_mean":
             return values
         # A trunk that is no fair draw carries the state's value alone, even where "never" keeps it out of baselines.
         always = self.options.get("trunk_in_siblings") == "always"
