@@ -170,3 +170,11 @@ def _sampler(module: Any) -> None:
         from verl_bpo.platform.vllm import patch_sampler
 
         patch_sampler(module)
+
+
+@_hook("verl.workers.rollout.vllm_rollout.utils", "vllm state values")
+def _vllm_worker(module: Any) -> None:
+    from verl_bpo.platform.vllm import patch_worker, values_in_rollout
+
+    if values_in_rollout():
+        patch_worker(module)

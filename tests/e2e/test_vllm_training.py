@@ -1,6 +1,7 @@
 """verl's trainer with its own vLLM replica on a machine without a GPU. Needs the extra ``vllm`` (README)."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from test_training import (
     train,
     warm_start,
 )
+
+from verl_bpo.data import write_prompts
 
 pytestmark = [
     pytest.mark.skipif(
@@ -47,3 +50,20 @@ def test_vllm_follows_every_update_and_reuses_prefixes(root, vllm_run):
 def test_vllm_reports_the_log_probs_and_entropies_of_the_weights_that_sampled(root, vllm_run):
     assert assert_sampled_from(root / "taught", root / "vllm-dump", 1) > 100
     assert assert_sampled_from(root / "taught", root / "vllm-dump", 3, parameters(root, "vllm", 2)) > 100
+
+
+@pytest.mark.parametrize("estimator, preset", [("sapo", "guided"), ("bpo", "guided")])
+def test_vllm_reads_the_values_that_the_trainer_reads(root, estimator, preset):
+    world = f"{Path(__file__).with_name('letters_game.py')}:LettersGame"
+    write_prompts(world, "train", root / "letters.parquet", limit=4)
+    steps = train(
+        root, f"vllm-values-{estimator}", "actor_rollout_ref.rollout.name=vllm", f"algorithm.adv_estimator={estimator}",
+        f"bpo.preset={preset}", "bpo.branch.score=value", "bpo.branch.root_samples=2", "bpo.budget.limit=6",
+        f"data.train_files={root}/letters.parquet", f"data.val_files={root}/letters.parquet",
+        "trainer.total_training_steps=2",
+    )  # fmt: skip
+    assert_same_policy_in_engine_and_trainer(steps)
+    for metrics in steps:
+        assert metrics["tree/forks"] > 0 and metrics["sapo/v_loss"] > 0
+        assert metrics["sapo/rollout_value_diff"] < 1e-4
+    assert steps[0]["tree/value_elsewhere"] == 0 != steps[1]["tree/value_elsewhere"]

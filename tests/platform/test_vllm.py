@@ -42,7 +42,8 @@ def test_the_last_column_is_the_exact_entropy(sampler, topk):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 3
     logits[1, 5:] = float("-inf")  # a distribution cut by top_k
     tokens = torch.tensor([0, 1, 2, 3, 4])
-    entropies, others = vllm.split_entropy(completion_logprobs(sampler, logits, tokens, topk + 1))
+    entropies, value, others = vllm.split_extras(completion_logprobs(sampler, logits, tokens, topk + 1))
+    assert value is None
     probs = logits.softmax(-1)
     torch.testing.assert_close(torch.tensor(entropies), torch.special.entr(probs).sum(-1), atol=1e-5, rtol=0)
     for row, (token, entry) in enumerate(zip(tokens.tolist(), others)):
@@ -59,7 +60,47 @@ def test_requests_for_the_sampled_tokens_logprob_alone_are_untouched(sampler):
 
 def test_missing_entropies_are_an_error_that_says_why():
     with pytest.raises(ValueError, match="plugin"):
-        vllm.split_entropy([{3: SimpleNamespace(logprob=-1.0)}])
+        vllm.split_extras([{3: SimpleNamespace(logprob=-1.0)}])
+
+
+class _Worker:
+    """Loads weights and computes logits as verl's extension of vLLM's worker does."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def _update_weights(self, weights, peft_config=None) -> None:
+        self.loaded += [name for name, _ in weights]
+
+
+def test_values_are_read_where_logits_are_computed(monkeypatch, sampler):
+    monkeypatch.setenv(vllm.IN_ROLLOUT, "1")
+    monkeypatch.setattr(vllm, "STATE_VALUES", vllm.StateValues())
+    module = SimpleNamespace(vLLMColocateWorkerExtension=_Worker, monkey_patch_compute_logits=lambda model, size: None)
+    monkeypatch.setattr(_Worker, "_update_weights", _Worker._update_weights)  # put back at the end
+    vllm.patch_worker(module)
+    worker, model = _Worker(), SimpleNamespace(compute_logits=lambda hidden: hidden @ unembedding)
+    module.monkey_patch_compute_logits(model, 20)
+    generator = torch.Generator().manual_seed(0)
+    unembedding, hidden = (torch.randn(shape, generator=generator) for shape in ((8, 20), (3, 8)))
+    head, tokens = torch.randn(2, 8, generator=generator), torch.tensor([1, 2, 3])
+    weight, bias = head.clone(), torch.tensor([0.25, 9.0])
+
+    with pytest.raises(ValueError, match="without the value readout"):
+        vllm.split_extras(completion_logprobs(sampler, model.compute_logits(hidden), tokens, 2))
+    worker._update_weights([("lm_head.weight", unembedding), (f"{vllm.READOUT}.weight", weight)], peft_config=None)
+    worker._update_weights([(f"{vllm.READOUT}.bias", bias)])
+    assert worker.loaded == ["lm_head.weight"]
+    weight.zero_(), bias.zero_()  # the receiver's buffer is used again
+    logits = model.compute_logits(hidden)
+    expected = hidden @ head[0] + 0.25
+    for columns in (2, 5):
+        model.compute_logits(hidden)
+        for row, entry in enumerate(completion_logprobs(sampler, logits, tokens, columns)):
+            entropies, value, others = vllm.split_extras([entry])
+            assert value == pytest.approx(expected[row].item(), abs=1e-5)
+            assert entropies == pytest.approx([torch.special.entr(logits[row].softmax(-1)).sum().item()], abs=1e-5)
+            assert len(others[0]) >= columns - 2 and int(tokens[row]) in others[0]
 
 
 def test_top_k_comes_from_the_environment(monkeypatch):

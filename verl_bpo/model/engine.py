@@ -30,6 +30,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_bpo.advantages.sapo import TurnBoundaries, turn_boundaries
 from verl_bpo.config.schema import SAPOConfig
 from verl_bpo.model.value_readout import (
+    IN_ROLLOUT,
     NAME,
     ValueReadout,
     attach_value_readout,
@@ -41,8 +42,6 @@ from verl_bpo.model.value_readout import (
 MODEL_TYPE = "language_model_with_value_readout"
 SETTINGS = "VERL_BPO_SAPO"
 """Environment variable with ``bpo.sapo`` as JSON: verl hands its own config sections to an engine, and no other."""
-IN_ROLLOUT = "VERL_BPO_VALUES_IN_ROLLOUT"
-"""Environment variable, 1 where the rollout engine takes the heads with its weights and gives values of states."""
 VALUE_STEP = 0.1
 """How far one step of Adam may move a value under the default learning rate of the heads."""
 

@@ -34,6 +34,8 @@ from verl_bpo.advantages.sapo import TurnBoundaries
 NAME = "value_readout"
 """Name of the readout inside the causal language model, and stem of its file."""
 FILE = f"{NAME}.safetensors"
+IN_ROLLOUT = "VERL_BPO_VALUES_IN_ROLLOUT"
+"""Environment variable, 1 where the rollout engine takes the heads with its weights and gives values of states."""
 
 
 class UnsupportedModel(ValueError):

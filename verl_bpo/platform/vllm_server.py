@@ -1,4 +1,4 @@
-"""verl's vLLM server with true entropies in ``extra_fields``. Imports vLLM: get it through ``platform.vllm``."""
+"""verl's vLLM server with true entropies and state values in ``extra_fields``. Imports vLLM; ``platform.vllm`` doesn't."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from verl_bpo.platform.vllm import split_entropy, topk_logprobs
+from verl_bpo.platform.vllm import extra_columns, split_extras, topk_logprobs
 
 
 class EntropyVLLMServer(vLLMHttpServer):
-    """Adds ``token_entropy`` (exact, nats, one per token) and, with ``VERL_BPO_TOPK_LOGPROBS``, ``topk_logprobs``
-    (token id -> log-prob, one dict per token) to every request that asks for log-probs."""
+    """Adds to every request that asks for log-probs: ``token_entropy`` (exact, nats, one per token); where the trainer
+    sends its value readout ``state_value`` (V of the prompt); with ``VERL_BPO_TOPK_LOGPROBS`` ``topk_logprobs`` (token id
+    -> log-prob, one dict per token)."""
 
     async def run_server(self, args: Any) -> None:
-        topk = topk_logprobs()
-        if args.max_logprobs is not None and 0 <= args.max_logprobs < topk + 1:
-            args.max_logprobs = topk + 1
+        columns = topk_logprobs() + extra_columns()
+        if args.max_logprobs is not None and 0 <= args.max_logprobs < columns:
+            args.max_logprobs = columns
         await super().run_server(args)
         engine_generate = self.engine.generate
         self._own: set[str] = set()
@@ -29,8 +30,8 @@ class EntropyVLLMServer(vLLMHttpServer):
         async def generate(prompt, sampling_params, request_id, **kwargs):
             wanted = sampling_params.logprobs is not None and request_id in self._own
             if wanted:
-                sampling_params.logprobs = topk + 1
-                sampling_params.detokenize = False  # the entropy's token id has no text; verl uses ids only
+                sampling_params.logprobs = columns
+                sampling_params.detokenize = False  # the extra columns' token ids have no text; verl uses ids only
             output = None
             async for output in engine_generate(prompt, sampling_params, request_id, **kwargs):
                 yield output
@@ -47,8 +48,10 @@ class EntropyVLLMServer(vLLMHttpServer):
             self._own.discard(request_id)
             logprobs = self._completions.pop(request_id, None)
         if logprobs is not None:
-            entropies, others = split_entropy(logprobs)
+            entropies, value, others = split_extras(logprobs)
             output.extra_fields["token_entropy"] = entropies
+            if value is not None:
+                output.extra_fields["state_value"] = value
             if topk_logprobs():
                 output.extra_fields["topk_logprobs"] = others
         return output

@@ -21,7 +21,7 @@ MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
 """Trainer mode of each of our advantage estimators. Every other estimator runs in ``bpo_sync`` too; ``bpo`` with branch
 scores by state values runs in ``sapo_sync``, which trains the readout that they come from."""
 ESTIMATORS = tuple(MODES)
-VALUE_ENGINES = ("hf",)
+VALUE_ENGINES = ("hf", "vllm")
 """Rollout engines that read values of states while they generate."""
 VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 READOUT_MODEL = "language_model_with_value_readout"
