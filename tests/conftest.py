@@ -18,3 +18,13 @@ def benchmark_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no benchmark data at {folder}: set VERL_BPO_TEST_DATA")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def same_environment_variables():
+    """A run's preparation sets variables for its workers; the next test must not see them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
