@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import sys
 import threading
 import time
@@ -277,7 +278,9 @@ with Shell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell:
     make_tree(base)
     for path in (base, *base.rglob("*")):
         os.chown(path, 54321, 54321, follow_symlinks=False)
-    for path in (tmp_path, *list(tmp_path.parents)[:2]):
+    for path in (tmp_path, *tmp_path.parents):
+        if path == Path(tempfile.gettempdir()):
+            break
         path.chmod(0o755)
     package = tmp_path / "code" / "verl_bpo"  # neither this checkout nor this Python need be open to others
     source = Path(__file__).parents[2] / "verl_bpo"
