@@ -2,9 +2,7 @@
 
 import pytest
 from test_sapo_training import heads
-from test_training import LETTERS, _plain, assert_same_policy_in_engine_and_trainer, parameters, root, train
-
-__all__ = ["root"]  # the fixture
+from test_training import LETTERS, _plain, assert_same_policy_in_engine_and_trainer, parameters, train
 
 STEPS = 2
 ROWS, PACKED = (f"bpo.packed_tree.enable={value}" for value in ("false", "true"))

@@ -10,25 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_bpo.data import write_prompts
-from verl_bpo.envs.make_games import make_textworld_games
+from verl_bpo.dry_run import dry_run
 from verl_bpo.rollout.rows import tree_rows
 from verl_bpo.tree.topology import Tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LETTERS_GAME = f"{REPOSITORY}/tests/e2e/letters_game.py:LettersGame"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    """Games, prompt files and a policy that has seen a few walkthroughs."""
-    folder = tmp_path_factory.mktemp("run")
-    make_textworld_games(folder / "games", {"train": 12, "valid": 4}, level=1, progress=False)
-    for split in ("train", "valid"):
-        write_prompts("textworld", split, folder / f"{split}.parquet", kwargs={"root": str(folder / "games")})
-        write_prompts(LETTERS_GAME, split, folder / f"letters-{split}.parquet", limit=8)
-    warm_start(folder / "games", folder / "warmstart", steps=2)
-    return folder
+QUICKSTART = ("--config-dir", str(REPOSITORY / "recipes/quickstart"), "--config-name", "quickstart")
 
 
 def warm_start(games: Path, out: Path, steps: int) -> None:
@@ -44,8 +31,7 @@ def train(root: Path, name: str, *overrides: str) -> list[dict]:
     """Run the trainer as a user does; returns the metrics of every step."""
     log = root / f"{name}.jsonl"
     command = [
-        sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
-        "--config-name", "quickstart", f"root={root}", f"name={name}", "data.train_batch_size=2",
+        sys.executable, "-m", "verl_bpo.trainer.main", *QUICKSTART, f"root={root}", f"name={name}", "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "actor_rollout_ref.actor.entropy_coeff=0.01", "bpo.env.max_turns=4", *overrides,
     ]  # fmt: skip
@@ -189,14 +175,16 @@ def test_ppo_trains_its_critic(root):
         ("bpo.env.name=nowhere", "no environment named 'nowhere'"),
     ],
 )
-def test_bad_config_stops_before_ray_with_one_line(root, override, message):
-    command = [
-        sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
-        "--config-name", "quickstart", f"root={root}", override,
-    ]  # fmt: skip
+def test_bad_config_is_found_before_anything_starts(root, override, message):
+    assert message in dry_run([*QUICKSTART, f"root={root}", override]).problems[0]
+
+
+def test_a_run_stops_at_a_bad_config_before_ray_with_one_line(root):
+    command = [sys.executable, "-m", "verl_bpo.trainer.main", *QUICKSTART, f"root={root}", "bpo.branch.forks=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     assert done.returncode != 0
-    assert f"verl_bpo: {message}" in done.stderr and "ray init" not in done.stdout and "Traceback" not in done.stderr
+    assert "verl_bpo: bpo.branch.forks=0 must be at least 1" in done.stderr
+    assert "ray init" not in done.stdout and "Traceback" not in done.stderr
 
 
 def _plain(tensor):

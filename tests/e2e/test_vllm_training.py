@@ -1,7 +1,6 @@
 """verl's trainer with its own vLLM replica on a machine without a GPU. Needs the extra ``vllm`` (README)."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +8,9 @@ from test_training import (
     assert_same_policy_in_engine_and_trainer,
     assert_sampled_from,
     parameters,
-    root,
     train,
     warm_start,
 )
-
-from verl_bpo.data import write_prompts
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,7 +18,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
 ]
-__all__ = ["root"]  # the fixture
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +49,6 @@ def test_vllm_reports_the_log_probs_and_entropies_of_the_weights_that_sampled(ro
 
 @pytest.mark.parametrize("estimator, preset", [("sapo", "guided"), ("bpo", "guided")])
 def test_vllm_reads_the_values_that_the_trainer_reads(root, estimator, preset):
-    world = f"{Path(__file__).with_name('letters_game.py')}:LettersGame"
-    write_prompts(world, "train", root / "letters.parquet", limit=4)
     steps = train(
         root, f"vllm-values-{estimator}", "actor_rollout_ref.rollout.name=vllm", f"algorithm.adv_estimator={estimator}",
         f"bpo.preset={preset}", "bpo.branch.score=value", "bpo.branch.root_samples=2", "bpo.budget.limit=6",

@@ -10,11 +10,8 @@ from test_training import (
     assert_same_policy_in_engine_and_trainer,
     assert_sampled_from,
     parameters,
-    root,
     train,
 )
-
-__all__ = ["root"]  # the fixture
 
 WINDOW = (*LETTERS, "bpo.prompt.context=window", "bpo.prompt.window_turns=1")
 QUANTILE = (
