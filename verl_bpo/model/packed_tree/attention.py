@@ -29,12 +29,23 @@ from verl_bpo.model.packed_tree.trie import PackedTree
 logger = logging.getLogger(__name__)
 
 NAME = "packed_tree"
-"""Our key in transformers' ``ALL_ATTENTION_FUNCTIONS``, and the keyword that carries the tree to it."""
-MEMORY = f"{NAME}_memory"
-"""Keyword that carries keys and values of a chunk's past, where a tree is computed in chunks."""
+"""Our key in transformers' ``ALL_ATTENTION_FUNCTIONS``, and the keyword that carries a :class:`Call` to it."""
 BACKENDS = ("sdpa", "flash_attn", "torch_varlen", "flex")
 _QUERY_BLOCK = 512
 """``sdpa`` cuts long nodes into blocks of this many queries: a block doesn't touch the keys after its end."""
+
+
+class Call:
+    """What one forward of a model tells its attention. No dataclass: FSDP copies those on their way into every layer."""
+
+    def __init__(self, tree: PackedTree | Chunk, backend: str = "auto", memory: KeyValues | None = None) -> None:
+        """
+        Args:
+            tree: what is computed.
+            backend: as for :func:`choose_backend`.
+            memory: for a chunk, where keys and values of its past are, and where its own go.
+        """
+        self.tree, self.backend, self.memory = tree, backend, memory
 
 
 class PackedTreeUnsupported(NotImplementedError):
@@ -173,21 +184,20 @@ def path_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_tree: PackedTree | Chunk | None = None,
-    packed_tree_backend: str = "auto",
-    packed_tree_memory: KeyValues | None = None,
+    packed_tree: Call | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query (1, Hq, N, D), key and value (1, Hkv, N, D) -> (1, N, Hq, D).
 
-    N are the tokens of a tree, or those of a chunk, with keys and values of its past in ``packed_tree_memory``.
+    N are the tokens of a tree, or those of a chunk.
     """
     if packed_tree is None:
         raise PackedTreeUnsupported(f"{type(module).__name__} doesn't pass the packed tree on to its attention")
-    if sliding_window is not None and max(packed_tree.path_lengths) > sliding_window:
+    tree = packed_tree.tree
+    if sliding_window is not None and max(tree.path_lengths) > sliding_window:
         raise PackedTreeUnsupported(
-            f"a path of {max(packed_tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
+            f"a path of {max(tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
             f"shorten the rows or turn packed trees off"
         )
     for name in ("softcap", "s_aux"):
@@ -198,19 +208,19 @@ def path_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if packed_tree_memory is not None:
-        key, value = packed_tree_memory.extend(module.layer_idx, key, value)
-    backend = choose_backend(query.device, query.dtype, packed_tree_backend)
+    if packed_tree.memory is not None:
+        key, value = packed_tree.memory.extend(module.layer_idx, key, value)
+    backend = choose_backend(query.device, query.dtype, packed_tree.backend)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if backend == "flex":
-        return _flex(query, key, value, packed_tree, scale).transpose(1, 2), None
+        return _flex(query, key, value, tree, scale).transpose(1, 2), None
     # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
-    paths = key.index_select(2, packed_tree.path_index), value.index_select(2, packed_tree.path_index)
-    with _gather_again(packed_tree.path_index, (key, value), paths):
+    paths = key.index_select(2, tree.path_index), value.index_select(2, tree.path_index)
+    with _gather_again(tree.path_index, (key, value), paths):
         if backend == "sdpa":
-            return _sdpa(query, *paths, packed_tree, scale).transpose(1, 2), None
+            return _sdpa(query, *paths, tree, scale).transpose(1, 2), None
         flat = [x[0].transpose(0, 1) for x in (query, *paths)]
-        return VARLEN[backend](*flat, packed_tree, scale)[None], None
+        return VARLEN[backend](*flat, tree, scale)[None], None
 
 
 @contextmanager

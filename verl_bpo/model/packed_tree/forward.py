@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_bpo.model.packed_tree.attention import NAME, attach
-from verl_bpo.model.packed_tree.chunks import Chunk
+from verl_bpo.model.packed_tree.attention import NAME, Call, attach
+from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 
@@ -25,7 +25,7 @@ class RowOutputs:
     """What :class:`frugal.HiddenReads` asked for."""
 
 
-def model_inputs(tree: PackedTree | Chunk, backend: str = "auto") -> dict[str, Any]:
+def model_inputs(tree: PackedTree | Chunk, backend: str = "auto", memory: KeyValues | None = None) -> dict[str, Any]:
     """Keyword arguments that make an attached model compute ``tree``. Batch size 1, N tokens."""
     return {
         "input_ids": tree.token_ids[None],
@@ -33,8 +33,7 @@ def model_inputs(tree: PackedTree | Chunk, backend: str = "auto") -> dict[str, A
         # A 4D mask is passed through to the layers as it is, so none is built. Ours ignores it; any other attention
         # function fails on its empty shape, rather than computing something wrong.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tree.token_ids.device),
-        NAME: tree,
-        f"{NAME}_backend": backend,
+        NAME: Call(tree, backend, memory),
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_bpo.model.packed_tree.attention import MEMORY, PackedTreeUnsupported, attach
+from verl_bpo.model.packed_tree.attention import PackedTreeUnsupported, attach
 from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues, cut_tree
 from verl_bpo.model.packed_tree.forward import RowOutputs, edge_outputs, model_inputs, row_outputs
 from verl_bpo.model.packed_tree.trie import PackedTree
@@ -176,7 +176,7 @@ class _Walk:
         if self.reads:
             inside = [p[self._read_at(chunk, p)] - chunk.start for p in self.reads.positions]
             self.reads.begin(tuple(inside), chunk.stop - chunk.start)
-        logits = self.model(**model_inputs(chunk, self.backend), **{MEMORY: memory}, use_cache=False).logits[0]
+        logits = self.model(**model_inputs(chunk, self.backend, memory), use_cache=False).logits[0]
         tokens = self.tree.token_ids[chunk.targets]
         log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy)
         outputs = [log_probs, entropy] if self.entropy else [log_probs]
