@@ -32,6 +32,7 @@ from verl_bpo.model.packed_tree import (
     RowOutputs,
     choose_backend,
     frugal_outputs,
+    has_dropout,
     pack_rows,
     plan_micro_batches,
     row_outputs,
@@ -74,6 +75,14 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         attach(base)  # before sharding, so that an unsupported model stops here
+        if self.frugal != "false" and not self.engine_config.forward_only and has_dropout(base):
+            if self.frugal == "true":
+                raise PackedTreeUnsupported(
+                    "bpo.packed_tree.frugal=True computes each token twice, which this model's dropout would make differ: set "
+                    "dropout to 0, or bpo.packed_tree.frugal=False"
+                )
+            self.frugal = "false"
+            print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.frugal=False in place of auto")
         module = super()._build_fsdp_module(module)
         name = get_device_name()
         chosen = choose_backend(torch.device(name), self._autocast_dtype, self.backend)

@@ -8,7 +8,7 @@ log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees
 from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, check_layers, choose_backend
 from verl_bpo.model.packed_tree.batching import MicroBatch, place_rows, plan_micro_batches
 from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs
-from verl_bpo.model.packed_tree.frugal import HiddenReads, frugal_outputs
+from verl_bpo.model.packed_tree.frugal import HiddenReads, frugal_outputs, has_dropout
 from verl_bpo.model.packed_tree.trie import PackedTree, pack_rows, sort_rows
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_layers",
     "choose_backend",
     "frugal_outputs",
+    "has_dropout",
     "pack_rows",
     "packed_forward",
     "place_rows",

@@ -88,8 +88,8 @@ def plan_micro_batches(
     longest, count, few = _agree([longest, count, -len(sizes)], group, device)
     if longest > max_tokens:
         raise ValueError(
-            f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch: raise it, or let trees be "
-            f"computed in chunks"
+            f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch: raise "
+            f"ppo_max_token_len_per_gpu, or set bpo.packed_tree.frugal=auto"
         )
     if count > -few:
         raise ValueError(f"one rank needs {count} micro-batches, another has only {-few} rows: balance rows over ranks")

@@ -60,7 +60,7 @@ def frugal_outputs(
         PackedTreeUnsupported: dropout is on, or the model can't compute packed trees.
     """
     attach(model)
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):
+    if model.training and has_dropout(model):
         raise PackedTreeUnsupported(
             "frugal mode computes each token twice, which dropout would make differ: set it to 0"
         )
@@ -72,6 +72,11 @@ def frugal_outputs(
     out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
     out.reads = tuple(values)
     return out
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether computing a token again in training would give something else."""
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
 class _Frugal(torch.autograd.Function):
