@@ -52,7 +52,7 @@ SHAPES = {  # prompt tokens, turns, tokens a turn, branch points, forks at each
     "small": (100, 8, 80, 2, 2),
     "medium": (150, 10, 130, 3, 3),
     "large": (200, 12, 160, 3, 3),
-    "wide": (4000, 4, 100, 1, 23),
+    "wide": (1500, 4, 200, 1, 15),
     "comb": (100, 24, 100, 12, 1),
     "tree16k": (1000, 14, 200, 3, 3),
     "tree32k": (2000, 28, 200, 3, 3),

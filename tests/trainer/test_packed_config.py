@@ -46,7 +46,7 @@ def test_the_engines_know_the_mode_that_is_sent_to_them(environment, value, expe
     prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.frugal={value}")
     prepare(prepared)
     sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
-    assert sent.VERL_BPO_PACKED_FRUGAL == expected
+    assert sent["VERL_BPO_PACKED_FRUGAL"] == expected
     assert expected in CHUNKED_COST
 
 
