@@ -41,7 +41,7 @@ def test_one_key_selects_the_engines_of_all_workers(environment, capsys):
     assert "WARNING" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("value", "expected"), [("true", "true"), ("false", "false"), ("auto", "auto"), ("1", "true")])
+@pytest.mark.parametrize(("value", "expected"), [("true", "true"), ("false", "false"), ("auto", "auto")])
 def test_the_engines_know_the_mode_that_is_sent_to_them(environment, value, expected):
     prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.frugal={value}")
     prepare(prepared)

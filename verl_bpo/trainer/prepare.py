@@ -272,10 +272,10 @@ def _check_packed_model(config: DictConfig) -> None:
 
 
 def _use_packed_trees(config: DictConfig, bpo: BPOConfig) -> None:
-    actor, frugal = config.actor_rollout_ref.actor, bpo.packed_tree.frugal
+    actor = config.actor_rollout_ref.actor
     _environment(config, "VERL_ENGINE_VENDOR", PACKED_VENDOR)  # verl's other engines know no such vendor and stay
     _environment(config, "VERL_BPO_PACKED_BACKEND", bpo.packed_tree.backend)
-    _environment(config, "VERL_BPO_PACKED_FRUGAL", "auto" if frugal == "auto" else str(bool(frugal)).lower())
+    _environment(config, "VERL_BPO_PACKED_FRUGAL", str(bpo.packed_tree.frugal).lower())
     if not actor.use_dynamic_bsz:
         print(
             "verl_bpo: WARNING: packed trees share less in micro-batches of a fixed number of rows, and "
