@@ -22,6 +22,8 @@ from verl_bpo.model.packed_tree.forward import RowOutputs, edge_outputs, model_i
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 Sync = Callable[[bool], AbstractContextManager]
+ByLayer = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Something of keys and of values, (1, Hkv, tokens, D) each, by layer."""
 
 
 @dataclass
@@ -65,8 +67,8 @@ def frugal_outputs(
             "frugal mode computes each token twice, which dropout would make differ: set it to 0"
         )
     device = tree.token_ids.device if tree.token_ids.is_cuda else next(model.parameters()).device
-    walk = _Walk(model, tree.to(device), temperature, entropy, chunks or -(-tree.unique_tokens // 1024), backend, reads)
-    walk.sync = sync
+    chunks = chunks or -(-tree.unique_tokens // 1024)
+    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
     log_probs, entropies, *values = _Frugal.apply(anchor, walk)
     out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
@@ -92,8 +94,6 @@ class _Frugal(torch.autograd.Function):
 
 
 class _Walk:
-    sync: Sync
-
     def __init__(
         self,
         model: nn.Module,
@@ -103,22 +103,22 @@ class _Walk:
         chunks: int,
         backend: str,
         reads: HiddenReads | None,
+        sync: Sync,
     ) -> None:
         self.model, self.tree, self.temperature, self.entropy = model, tree, temperature, entropy
-        self.backend, self.reads = backend, reads
+        self.backend, self.reads, self.sync = backend, reads, sync
         self.chunks = cut_tree(tree, chunks)
         kind = tree.token_ids.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        self.memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By layer: keys and values of the whole tree (1, Hkv, N, D), filled by the first pass."""
+        self.memory: ByLayer = {}
+        """Keys and values of the whole tree, filled by the first pass."""
 
     def values(self, keep: bool) -> tuple[torch.Tensor, ...]:
         """(N,) log-probs, (N,) entropies (zeros when not asked for) and what is read, without a graph."""
         found = []
         with _no_checkpointing(self.model):
             for chunk in self.chunks:
-                past = {layer: _at(pair, chunk.past) for layer, pair in self.memory.items()} if len(chunk.past) else {}
-                outputs, own = self._compute(chunk, past)
+                outputs, own = self._compute(chunk, self._past(chunk))
                 self._remember(chunk, own)
                 found.append(outputs)
         if not keep:
@@ -142,40 +142,54 @@ class _Walk:
         """
         if not self.memory:
             raise RuntimeError("frugal packed trees can be backpropagated once: compute the outputs again")
-        later: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        later_at = self.tree.token_ids.new_zeros(0)  # packed indices of what `later` holds gradients for
+        later: ByLayer = {}
+        later_at = self.tree.token_ids.new_zeros(0)
         with ExitStack() as stack:
             stack.enter_context(_no_checkpointing(self.model))
             if self.autocast:
                 stack.enter_context(torch.autocast(*self.autocast))
             for chunk in reversed(self.chunks):
-                past = {layer: _at(pair, chunk.past, leaf=True) for layer, pair in self.memory.items()}
-                past = past if len(chunk.past) else {}
-                outputs, own = self._compute(chunk, past)
-                upstream = self._upstream(chunk, grads)
-                # Ancestors that this chunk shares with later ones come first in both pasts.
-                outside = int((later_at < chunk.start).sum())
-                mine = later_at[outside:] - chunk.start
-                for layer, pair in later.items():
-                    for tensor, grad in zip(own[layer], pair):
-                        # Frozen layers below the first adapter have no graph to send a gradient into.
-                        if len(mine) and tensor.requires_grad:
-                            outputs.append(tensor)
-                            upstream.append(torch.zeros_like(tensor).index_copy_(2, mine, grad[:, :, outside:]))
-                used = [(o, g) for o, g in zip(outputs, upstream) if o.requires_grad]
-                del own, outputs, upstream
-                with self.sync(chunk is self.chunks[0]):
-                    torch.autograd.backward([o for o, _ in used], [g for _, g in used])
-                del used
-                earlier = {}
-                for layer, pair in past.items():
-                    earlier[layer] = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in pair)
-                    for grad, old in zip(earlier[layer], later.get(layer, ())):
-                        grad[:, :, :outside] += old[:, :, :outside]
-                later, later_at = earlier, chunk.past
+                later, later_at = self._backward(chunk, grads, later, later_at), chunk.past
         self.memory = {}
 
-    def _compute(self, chunk: Chunk, past: dict) -> tuple[list[torch.Tensor], dict]:
+    def _backward(
+        self, chunk: Chunk, grads: tuple[torch.Tensor, ...], later: ByLayer, later_at: torch.Tensor
+    ) -> ByLayer:
+        """Backward of one chunk; returns the gradients of its past's keys and values, later chunks' among them.
+
+        Args:
+            grads: of the outputs of :meth:`values`.
+            later: gradients of keys and values at ``later_at``, the past of the chunk after this one.
+        """
+        past = self._past(chunk, leaves=True)
+        outputs, own = self._compute(chunk, past)
+        upstream = self._upstream(chunk, grads)
+        # Both pasts begin with the ancestors they share; the rest of the later one lies in this chunk.
+        outside = int((later_at < chunk.start).sum())
+        mine = later_at[outside:] - chunk.start
+        for layer, pair in later.items():
+            for tensor, grad in zip(own[layer], pair):
+                outputs.append(tensor)
+                upstream.append(torch.zeros_like(tensor).index_copy_(2, mine, grad[:, :, outside:]))
+        # Frozen layers below the first adapter have no graph to send a gradient into.
+        used = [(o, g) for o, g in zip(outputs, upstream) if o.requires_grad]
+        del own, outputs, upstream
+        with self.sync(chunk is self.chunks[0]):
+            torch.autograd.backward([o for o, _ in used], [g for _, g in used])
+        earlier = {}
+        for layer, pair in past.items():
+            earlier[layer] = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in pair)
+            for grad, old in zip(earlier[layer], later.get(layer, ())):
+                grad[:, :, :outside] += old[:, :, :outside]
+        return earlier
+
+    def _past(self, chunk: Chunk, leaves: bool = False) -> ByLayer:
+        if not len(chunk.past):
+            return {}
+        at = lambda x: x.index_select(2, chunk.past).requires_grad_(leaves)  # noqa: E731
+        return {layer: (at(key), at(value)) for layer, (key, value) in self.memory.items()}
+
+    def _compute(self, chunk: Chunk, past: ByLayer) -> tuple[list[torch.Tensor], ByLayer]:
         """Outputs of one chunk, and its keys and values by layer."""
         memory = KeyValues(past)
         if self.reads:
@@ -196,7 +210,7 @@ class _Walk:
             found += [g[self._read_at(chunk, p)] for g, p in zip(values, self.reads.positions)]
         return found
 
-    def _remember(self, chunk: Chunk, own: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _remember(self, chunk: Chunk, own: ByLayer) -> None:
         for layer, pair in own.items():
             if layer not in self.memory:
                 heads, width = pair[0].shape[1], pair[0].shape[3]
@@ -207,10 +221,6 @@ class _Walk:
     @staticmethod
     def _read_at(chunk: Chunk, positions: torch.Tensor) -> torch.Tensor:
         return ((positions >= chunk.start) & (positions < chunk.stop)).nonzero()[:, 0]
-
-
-def _at(pair: tuple[torch.Tensor, ...], index: torch.Tensor, leaf: bool = False) -> tuple[torch.Tensor, ...]:
-    return tuple(x.index_select(2, index).requires_grad_(leaf) for x in pair)
 
 
 @contextmanager
