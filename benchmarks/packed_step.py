@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -127,19 +128,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks/results/packed_step.json")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    model = str((arguments.model or root / "warmstart-0").resolve())
-    options = [*OPTIONS, f"actor_rollout_ref.model.path={model}"]
-    modes = {"rows": options, "packed": [*options, "bpo.packed_tree.enable=true"]}
+    model = (arguments.model or root / "warmstart-0").resolve()
+    if not (model / "config.json").is_file():
+        raise SystemExit(f"no policy in {model}: make the quickstart's with recipes/quickstart/run.sh, or name another")
+    modes = {mode: [*OPTIONS, f"bpo.packed_tree.enable={mode == 'packed'}"] for mode in ("rows", "packed")}
     runs: dict[str, list[list[dict]]] = {mode: [] for mode in modes}
     with tempfile.TemporaryDirectory() as dump:
         for repeat in range(arguments.repeats):
             for mode, overrides in modes.items():
+                print(f"run {repeat + 1} of {arguments.repeats}, {mode} ...", file=sys.stderr)
                 where = [f"bpo.dump_dir={dump}"] if mode == "packed" and not repeat else []
-                runs[mode].append(train(f"packed-step-{mode}", overrides + where, root, arguments.steps))
+                steps, _ = train(f"packed-step-{mode}", overrides + where, root, model, arguments.steps)
+                runs[mode].append(steps)
         (last,) = Path(dump, "trees").glob(f"{arguments.steps:06d}-*.jsonl")
         trees = [json.loads(line)["tree"] for line in last.read_text().splitlines()]
+    print("engines alone ...", file=sys.stderr)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        engine = pool.apply(engine_seconds, (model, trees, 5))
+        engine = pool.apply(engine_seconds, (str(model), trees, 5))
     warm = {mode: [step for run in found for step in run[1:]] for mode, found in runs.items()}
     seconds = {
         mode: {phase: round(statistics.median(s[f"timing_s/{phase}"] for s in steps), 3) for phase in PHASES}

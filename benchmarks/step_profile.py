@@ -35,16 +35,16 @@ RUNS = {
 PROCESSES = {"trainer": "ray::WorkerDict", "rollout": "ray::TransformersServer"}
 
 
-def train(name: str, arguments: argparse.Namespace) -> tuple[list[dict], dict[str, float]]:
-    """Metrics of every step of one short run, and each process's peak memory in MB."""
+def train(name: str, overrides: list[str], root: Path, model: Path, steps: int) -> tuple[list[dict], dict[str, float]]:
+    """Metrics of every step of one short run of the quickstart, and each process's peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "metrics.jsonl"
         command = [
             sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
-            "--config-name", "quickstart", f"root={arguments.root}", f"name=profile-{name}",
-            f"actor_rollout_ref.model.path={arguments.model}", f"critic.model.path={arguments.model}",
-            f"trainer.total_training_steps={arguments.steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",
-            *RUNS[name],
+            "--config-name", "quickstart", f"root={root}", f"name=profile-{name}",
+            f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}",
+            f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",
+            *overrides,
         ]  # fmt: skip
         environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with open(Path(folder) / "output", "w+") as output:
@@ -97,7 +97,7 @@ def main() -> None:
     results = {}
     for name in arguments.methods:
         print(f"{name} ...", file=sys.stderr)
-        steps, peak = train(name, arguments)
+        steps, peak = train(name, RUNS[name], arguments.root, arguments.model, arguments.steps)
         results[name] = {**profile(steps), **{f"{part}_peak_mb": mb for part, mb in peak.items()}}
     print(f"{'':18}" + "".join(f"{name:>12}" for name in results))
     for key in next(iter(results.values())):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import verl.workers.engine.fsdp  # noqa: F401
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -19,14 +20,14 @@ from verl.workers.engine.base import EngineRegistry
 import verl_bpo.model.packed_engine as packed_engine
 
 
-def build(folder: Path, vendor: str, checkpointing: bool):
+def build(folder: Path, vendor: str, checkpointing: bool, precision: str = "fp32", **model):
     os.environ["VERL_ENGINE_VENDOR"] = vendor
     model = HFModelConfig(
         path=str(folder / "model"), load_tokenizer=False, use_remove_padding=True,
-        enable_gradient_checkpointing=checkpointing, override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=checkpointing, override_config={"attn_implementation": "sdpa"}, **model,
     )  # fmt: skip
     model.model_type = "language_model"
-    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    precision = {"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     engine = EngineRegistry.new(
         "language_model", "fsdp2", model_config=model,
         engine_config=FSDPEngineConfig(
@@ -86,13 +87,39 @@ def result(engine, budget: int) -> dict:
     engine.optimizer_zero_grad()
     out = engine.forward_backward_batch(batch(budget), loss_function, forward_only=False)
     grads = {n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in
-             engine.module.named_parameters()}  # fmt: skip
+             engine.module.named_parameters() if p.requires_grad}  # fmt: skip
     rows = {k: [x[:-1] for x in out["model_output"][k].unbind()] for k in ("log_probs", "entropy")}
     return {
         "engine": type(engine).__name__, "loss": sum(out["loss"]), "micro_batches": len(out["loss"]),
         "metrics": out["metrics"], "grads": {n: g.clone() for n, g in grads.items()},
         **{k: torch.cat(v) for k, v in rows.items()},
     }  # fmt: skip
+
+
+OTHERS = {
+    "bf16": {"precision": "bf16"},
+    "lora": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+}
+
+
+def trained_adapters(engine) -> None:
+    """Adapters start at random times zero, which hides half of their gradients and differs between engines."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if "lora_" in name:
+                value = 0.1 * torch.randn(parameter.shape, generator=draw)
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.copy_(value)
+
+
+def frugal(engine, budget: int) -> dict:
+    engine.frugal = "true"
+    try:
+        return result(engine, budget)
+    finally:
+        engine.frugal = "auto"
 
 
 def tree_rows(context: str, rank: int = 0, ranks: int = 1, seed: int = 0) -> TensorDict:
@@ -133,14 +160,14 @@ def tree_rows(context: str, rank: int = 0, ranks: int = 1, seed: int = 0) -> Ten
     return TensorDict(jagged, batch_size=len(rows))
 
 
-def readout(folder: Path, vendor: str, context: str) -> dict:
+def readout(folder: Path, vendor: str, context: str, budget: int = 64) -> dict:
     """Values after two updates of an actor with SAPO's readout on the rows of a tree."""
     stock, engine_worker.rows = engine_worker.rows, partial(tree_rows, context)
     try:
         os.environ["VERL_ENGINE_VENDOR"] = vendor
         engine = engine_worker.build(folder)
         metrics = engine_worker.train(
-            engine, engine_worker.value_loss(), 2, rank=dist.get_rank(), ranks=dist.get_world_size()
+            engine, engine_worker.value_loss(), 2, rank=dist.get_rank(), ranks=dist.get_world_size(), micro=budget
         )
         values = {k: torch.cat(list(v.unbind())) for k, v in engine_worker.infer(engine).items() if "values" in k}
         losses = engine_worker.plain(metrics)[-1]
@@ -156,9 +183,20 @@ def main(folder: Path) -> None:
             engine = build(folder, vendor, checkpointing)
             for budget in (100_000, 120):
                 found[vendor, checkpointing, budget] = result(engine, budget)
+        found["frugal", checkpointing] = frugal(engine, 24)
+    for kind, settings in OTHERS.items():
+        for vendor in ("stock", packed_engine.VENDOR):
+            engine = build(folder, vendor, True, **settings)
+            if kind == "lora":
+                trained_adapters(engine)
+            found[kind, vendor] = result(engine, 100_000)
+        found[kind, "frugal"] = frugal(engine, 24)
     for context in ("full", "window"):
         for vendor in ("stock", packed_engine.VENDOR):
             found["readout", context, vendor] = readout(folder, vendor, context)
+        os.environ[packed_engine.FRUGAL] = "true"
+        found["readout", context, "frugal"] = readout(folder, packed_engine.VENDOR, context, budget=16)
+        os.environ[packed_engine.FRUGAL] = "auto"
     if dist.get_rank() == 0:
         torch.save(found, folder / f"packed-{dist.get_world_size()}.pt")
 

@@ -27,6 +27,7 @@ from transformers import (
 from verl_bpo.config.schema import PACKED_BACKENDS
 from verl_bpo.model.packed_tree import (
     BACKENDS,
+    HiddenReads,
     PackedTreeUnsupported,
     attention,
     check_layers,
@@ -39,6 +40,7 @@ from verl_bpo.model.packed_tree import (
     row_outputs,
     tree_outputs,
 )
+from verl_bpo.model.packed_tree.chunks import cut_tree
 
 VOCABULARY = 61
 MODELS = {
@@ -125,7 +127,8 @@ def packed(model: nn.Module, rows: list[list[int]], temperature: float = 1.0, ba
 
 
 def frugal(model: nn.Module, rows: list[list[int]], temperature: float = 1.0):
-    out = frugal_outputs(model, pack_rows(rows), temperature, entropy=True)
+    tree = pack_rows(rows)
+    out = frugal_outputs(model, tree, temperature, entropy=True, chunks=max(2, tree.unique_tokens // 24))
     return out.log_probs, out.entropy
 
 
@@ -239,13 +242,15 @@ def test_nodes_longer_than_a_query_block_equal_rows(compute, monkeypatch):
     assert_same(evaluate(model, rows, compute), evaluate(model, rows, reference), 1e-12)
 
 
+@pytest.mark.parametrize("compute", [packed, frugal])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(reentrant):
+def test_gradient_checkpointing_changes_nothing(reentrant, compute):
     rows, model = make_rows(1), make_model()
     expected = evaluate(model, rows, reference)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert_same(evaluate(model, rows), expected, 1e-12)
+    assert_same(evaluate(model, rows, compute), expected, 1e-12)
+    assert model.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("compute", [packed, frugal])
@@ -316,21 +321,127 @@ def test_autocast_gives_the_rows_result():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_frugal_equals_rows_in_float64(seed):
-    rows, model = make_rows(seed), make_model()
+@pytest.mark.parametrize("name", MODELS)
+def test_frugal_equals_rows_in_float64(name, seed):
+    rows, model = make_rows(seed), make_model(name)
     assert_same(evaluate(model, rows, frugal), evaluate(model, rows, reference), 1e-12)
 
 
-def test_frugal_holds_one_path_and_not_the_tree():
-    """Saved activations are counted at their peak: a wide tree needs no more than its longest path."""
+@pytest.mark.parametrize("chunks", [1, 2, 7, None])
+def test_any_number_of_chunks_gives_the_same(chunks):
+    """``None``: a chunk for each token."""
+    rows, model = make_rows(2), make_model()
+    count = chunks or pack_rows(rows).unique_tokens
+
+    def compute(model, rows, temperature):
+        out = frugal_outputs(model, pack_rows(rows), temperature, entropy=True, chunks=count)
+        return out.log_probs, out.entropy
+
+    assert_same(evaluate(model, rows, compute), evaluate(model, rows, reference), 1e-12)
+
+
+def test_frugal_equals_rows_in_float32():
+    rows, model = make_rows(0), make_model(dtype=torch.float32)
+    assert_same(evaluate(model, rows, frugal), evaluate(model, rows, reference), 1e-5)
+
+
+def test_frugal_under_autocast_gives_the_packed_gradients():
+    rows, model = make_rows(0), make_model(dtype=torch.float32)
+    exact = evaluate(model, rows, reference)[3]
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = evaluate(model, rows, frugal)[3], evaluate(model, rows, packed)[3]
+    error = lambda grads: sum(float((grads[n] - exact[n]).square().sum()) for n in exact)  # noqa: E731
+    assert error(ours) < 2 * error(theirs)
+
+
+def test_numbers_read_inside_the_model_come_back_where_they_were_asked_for():
+    """A value head on the final hidden states, read at two lists of tokens in any order, one of them with repeats."""
+    rows, model = make_rows(1), make_model()
+    tree = pack_rows(rows)
+    head = torch.linspace(-1, 1, 32, dtype=torch.float64, requires_grad=True)
+    draw = torch.Generator().manual_seed(0)
+    positions = (torch.randperm(tree.unique_tokens, generator=draw)[:20], torch.tensor([5, 0, 5]))
+    asked, found = [None], [None]
+
+    def hook(module, args):
+        found[0] = tuple((args[0][0] @ head)[at] for at in asked[0])
+
+    model.lm_head.register_forward_pre_hook(hook)
+
+    def begin(at, tokens):
+        assert all((x < tokens).all() for x in at)
+        asked[0] = at
+
+    def result(values, log_probs):
+        model.zero_grad()
+        head.grad = None
+        loss = sum((v * torch.linspace(1, 2, len(v))).sum() for v in values) + log_probs.sum()
+        loss.backward()
+        return [*(v.detach() for v in values), head.grad, *(p.grad for p in model.parameters())]
+
+    begin(positions, tree.unique_tokens)
+    logits = packed_forward(model, tree).logits[0]
+    theirs = result(found[0], row_outputs(*tree_outputs(logits, tree), tree).log_probs)
+    theirs = [x.clone() for x in theirs]
+    out = frugal_outputs(model, tree, chunks=5, reads=HiddenReads(positions, begin, lambda: found[0]))
+    for a, b in zip(result(out.reads, out.log_probs), theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_says_that_it_is_one_too_many():
+    out = frugal_outputs(make_model(), pack_rows(make_rows(0)), chunks=3)
+    out.log_probs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        out.log_probs.sum().backward()
+
+
+@pytest.mark.parametrize("leaves", [8, 24])
+def test_frugal_holds_a_chunk_and_not_the_tree(leaves):
+    """Saved activations are counted at their peak, at a fixed length of chunks: however wide the tree, no more than a row."""
     rng = random.Random(0)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(20)]
-    one = [prompt + [rng.randrange(VOCABULARY) for _ in range(40)]]
-    many = one + [prompt + [rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(7)]
+    run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
+    prompt = run(20)
+    many = [prompt + run(40) for _ in range(leaves)]
+
+    def compute(model, rows, temperature):
+        tree = pack_rows(rows)
+        out = frugal_outputs(model, tree, temperature, entropy=True, chunks=-(-tree.unique_tokens // 60))
+        return out.log_probs, out.entropy
+
     model = make_model()
-    narrow, wide = peak_saved(model, one, frugal), peak_saved(model, many, frugal)
-    assert wide < 1.6 * narrow
-    assert peak_saved(model, many, packed) > 3 * narrow
+    assert peak_saved(model, many, compute) < 1.2 * peak_saved(model, many[:1], packed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [1, 4, 19])
+def test_chunks_describe_the_tree(seed, count):
+    tree = pack_rows(make_rows(seed))
+    parent = tree.parent.tolist()
+    paths = []
+    for i, p in enumerate(parent):
+        paths.append([*(paths[p] if p >= 0 else []), i])
+    chunks = cut_tree(tree, count)
+    assert len(chunks) == count
+    assert [c.start for c in chunks[1:]] == [c.stop for c in chunks[:-1]]
+    assert (chunks[0].start, chunks[-1].stop) == (0, len(parent))
+    assert sorted(t for c in chunks for t in c.targets.tolist()) == [i for i, p in enumerate(parent) if p >= 0]
+    for c in chunks:
+        assert c.past.tolist() == paths[c.start][:-1]
+        keys = [*c.past.tolist(), *range(c.start, c.stop)]
+        bounds, ends = c.cu_nodes.tolist(), c.cu_paths.tolist()
+        assert (bounds[-1], ends[-1]) == (c.stop - c.start, len(c.path_index))
+        for m, (a, b) in enumerate(zip(bounds, bounds[1:])):
+            seen = [keys[k] for k in c.path_index[ends[m] : ends[m + 1]].tolist()]
+            assert seen == paths[c.start + b - 1] and seen[-(b - a) :] == list(range(c.start + a, c.start + b))
+        for q in range(c.stop - c.start):
+            flex = [k for k in range(len(keys)) if k <= len(c.past) + q and q < c.subtree_end[k]]
+            assert [keys[k] for k in flex] == paths[c.start + q]
+        assert [parent[t] - c.start for t in c.targets.tolist()] == c.sources.tolist()
+
+
+def test_more_chunks_than_tokens_are_refused():
+    with pytest.raises(ValueError, match="3 tokens can't be cut into 4 chunks"):
+        cut_tree(pack_rows([[1, 2, 3]]), 4)
 
 
 def peak_saved(model: nn.Module, rows: list[list[int]], compute) -> int:
@@ -408,10 +519,10 @@ def test_a_model_without_the_attention_interface_is_refused():
         packed(model, make_rows(0))
 
 
-def test_frugal_refuses_gradient_checkpointing():
+def test_frugal_refuses_dropout():
     model = make_model()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(PackedTreeUnsupported, match="checkpointing"):
+    model.model.layers[0].mlp.dropout = nn.Dropout(0.1)
+    with pytest.raises(PackedTreeUnsupported, match="dropout"):
         frugal(model, make_rows(0))
 
 
@@ -534,7 +645,7 @@ def forest(seed: int, count: int = 6) -> tuple[list[list[int]], list[int]]:
 def test_micro_batches_hold_each_row_once_within_the_budget(seed):
     rows, trees = forest(seed)
     for budget in (max(map(len, rows)), 150, 400):
-        plan = plan_micro_batches(rows, trees, budget)
+        plan = [part.rows for part in plan_micro_batches(rows, trees, budget)]
         assert sorted(r for batch in plan for r in batch) == list(range(len(rows)))
         assert all(pack_rows([rows[r] for r in batch]).unique_tokens <= budget for batch in plan)
 
@@ -542,7 +653,7 @@ def test_micro_batches_hold_each_row_once_within_the_budget(seed):
 def test_a_tree_that_fits_is_not_split():
     rows, trees = forest(0)
     sizes = {t: pack_rows([r for r, u in zip(rows, trees) if u == t]).unique_tokens for t in set(trees)}
-    plan = plan_micro_batches(rows, trees, 2 * max(sizes.values()))
+    plan = [part.rows for part in plan_micro_batches(rows, trees, 2 * max(sizes.values()))]
     for tree in set(trees):
         assert sum(any(trees[r] == tree for r in batch) for batch in plan) == 1
     assert len(plan) <= len(sizes) / 2
@@ -553,14 +664,36 @@ def test_a_tree_that_does_not_fit_is_cut_where_little_is_shared_twice():
     run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
     prompt, left, right = run(10), run(50), run(50)
     rows = [prompt + side + run(5) for _ in range(4) for side in (left, right)]
-    plan = plan_micro_batches(rows, [0] * 8, 100)
+    plan = [part.rows for part in plan_micro_batches(rows, [0] * 8, 100)]
     assert [len(p) for p in plan] == [4, 4]
     assert sum(pack_rows([rows[r] for r in p]).unique_tokens for p in plan) == 2 * (10 + 50 + 4 * 5)
 
 
 def test_a_row_beyond_the_budget_is_refused():
-    with pytest.raises(ValueError, match="row of 9 tokens exceeds the budget of 8"):
+    with pytest.raises(ValueError, match="row of 9 tokens exceeds the budget of 8.*ppo_max_token_len_per_gpu"):
         plan_micro_batches([[1] * 9, [2]], [0, 1], 8)
+
+
+def test_a_tree_beyond_the_budget_stays_whole_where_chunks_are_cheaper_than_cutting():
+    rng = random.Random(0)
+    run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
+    prompt = run(60)
+    rows = [prompt + run(10) for _ in range(9)]  # 150 tokens; cut for 100 into two pieces of 100 and one of 70
+    chunks = lambda whole: [part.chunks for part in plan_micro_batches(rows, [0] * 9, 100, whole=whole)]  # noqa: E731
+    assert chunks(None) == chunks(2) == [1, 1, 1]
+    assert chunks(4 / 3) == chunks(1) == chunks(0) == [2]
+
+
+def test_a_tree_that_fits_is_never_computed_in_chunks():
+    rows, trees = forest(0)
+    budget = 2 * max(pack_rows([r for r, u in zip(rows, trees) if u == t]).unique_tokens for t in set(trees))
+    assert plan_micro_batches(rows, trees, budget, whole=0) == sorted(
+        plan_micro_batches(rows, trees, budget), key=lambda p: -pack_rows([rows[r] for r in p.rows]).unique_tokens
+    )
+
+
+def test_a_row_beyond_the_budget_is_computed_in_chunks_where_that_is_allowed():
+    assert [p.chunks for p in plan_micro_batches([[1] * 9, [2]], [0, 1], 4, whole=4 / 3)] == [3, 1]
 
 
 @pytest.mark.parametrize("cells", [1, 2, 3, 5])
@@ -624,8 +757,21 @@ def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch):
     big, small = forest(0), forest(1, count=1)
     plans = _in_ranks(lambda r: plan_micro_batches(*(big, small)[r], 120, group=object()), monkeypatch)
     assert len(plans[0]) == len(plans[1]) > 1
-    assert sorted(r for batch in plans[1] for r in batch) == list(range(len(small[0])))
-    assert all(plans[1])
+    assert sorted(r for part in plans[1] for r in part.rows) == list(range(len(small[0])))
+    assert all(part.rows for part in plans[1])
+
+
+def test_ranks_agree_on_the_number_of_chunks(monkeypatch):
+    """A forward more on one rank than on another would leave a sharded model waiting."""
+    big, small = forest(0), forest(1, count=1)
+    plans = _in_ranks(lambda r: plan_micro_batches(*(big, small)[r], 60, group=object(), whole=0), monkeypatch)
+    counts = [[part.chunks for part in plan] for plan in plans]
+    assert counts[0] == counts[1] and max(counts[0]) > 1
+    for data, plan in zip((big, small), plans):
+        assert sorted(r for part in plan for r in part.rows) == list(range(len(data[0])))
+        for part in plan:
+            frugal_able = pack_rows([data[0][r] for r in part.rows]).unique_tokens
+            assert part.chunks <= frugal_able
 
 
 def test_all_ranks_stop_when_one_has_too_few_rows(monkeypatch):

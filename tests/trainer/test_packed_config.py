@@ -10,7 +10,7 @@ from transformers import MistralConfig
 pytest.importorskip("verl")
 
 from verl_bpo.config.schema import ConfigError
-from verl_bpo.model.packed_engine import VENDOR
+from verl_bpo.model.packed_engine import CHUNKED_COST, VENDOR
 from verl_bpo.trainer.prepare import PACKED_VENDOR, prepare
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -18,7 +18,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("VERL_ENGINE_VENDOR", "VERL_BPO_PACKED_BACKEND", "VERL_BPO_ENTROPY"):
+    for name in ("VERL_ENGINE_VENDOR", "VERL_BPO_PACKED_BACKEND", "VERL_BPO_PACKED_FRUGAL", "VERL_BPO_ENTROPY"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
@@ -37,8 +37,17 @@ def test_one_key_selects_the_engines_of_all_workers(environment, capsys):
     prepare(prepared)
     sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
     assert sent.VERL_ENGINE_VENDOR == PACKED_VENDOR == VENDOR == os.environ["VERL_ENGINE_VENDOR"]
-    assert sent.VERL_BPO_PACKED_BACKEND == "auto"
+    assert (sent.VERL_BPO_PACKED_BACKEND, sent.VERL_BPO_PACKED_FRUGAL) == ("auto", "auto")
     assert "WARNING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", "true"), ("false", "false"), ("auto", "auto")])
+def test_the_engines_know_the_mode_that_is_sent_to_them(environment, value, expected):
+    prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.frugal={value}")
+    prepare(prepared)
+    sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
+    assert sent["VERL_BPO_PACKED_FRUGAL"] == expected
+    assert expected in CHUNKED_COST
 
 
 def test_without_it_nothing_is_selected(environment):
@@ -58,6 +67,7 @@ def test_settings_that_share_less_are_warned_about(environment, capsys):
     "override, message",
     [
         ("bpo.packed_tree.backend=xformers", "bpo.packed_tree.backend='xformers' is not one of auto, sdpa"),
+        ("bpo.packed_tree.frugal=maybe", "bpo.packed_tree.frugal='maybe' is not one of True, False, auto"),
         ("bpo.packed_tree.backend=flash_attn", "backend=flash_attn trains on a GPU only"),
         (f"{ACTOR}.strategy=megatron", "actor.strategy=megatron has no engine for packed trees"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=2 splits"),

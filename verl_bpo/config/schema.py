@@ -232,9 +232,13 @@ class PackedTreeConfig:
     backend: str = "auto"
     """Attention: ``auto`` takes ``flash_attn``, else ``torch_varlen``, on a GPU in half precision, and ``sdpa``
     elsewhere. ``flex`` needs a GPU."""
+    frugal: bool | str = "auto"
+    """A tree beyond ``ppo_max_token_len_per_gpu``: ``false`` cuts it between branches and computes what the parts share
+    again; ``true`` computes it in chunks of that many tokens, with one more forward; ``auto`` takes the cheaper one."""
 
     def __post_init__(self) -> None:
         _one_of("bpo.packed_tree.backend", self.backend, PACKED_BACKENDS)
+        _one_of("bpo.packed_tree.frugal", self.frugal, (True, False, "auto"))
 
 
 PRESETS: dict[str, dict[str, Any]] = {

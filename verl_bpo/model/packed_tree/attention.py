@@ -23,15 +23,29 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 logger = logging.getLogger(__name__)
 
 NAME = "packed_tree"
-"""Our key in transformers' ``ALL_ATTENTION_FUNCTIONS``, and the keyword that carries the tree to it."""
+"""Our key in transformers' ``ALL_ATTENTION_FUNCTIONS``, and the keyword that carries a :class:`Call` to it."""
 BACKENDS = ("sdpa", "flash_attn", "torch_varlen", "flex")
 _QUERY_BLOCK = 512
 """``sdpa`` cuts long nodes into blocks of this many queries: a block doesn't touch the keys after its end."""
+
+
+class Call:
+    """What one forward of a model tells its attention. No dataclass: FSDP copies those on their way into every layer."""
+
+    def __init__(self, tree: PackedTree | Chunk, backend: str = "auto", memory: KeyValues | None = None) -> None:
+        """
+        Args:
+            tree: what is computed.
+            backend: as for :func:`choose_backend`.
+            memory: for a chunk, where keys and values of its past are, and where its own go.
+        """
+        self.tree, self.backend, self.memory = tree, backend, memory
 
 
 class PackedTreeUnsupported(NotImplementedError):
@@ -170,17 +184,20 @@ def path_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_tree: PackedTree | None = None,
-    packed_tree_backend: str = "auto",
+    packed_tree: Call | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query (1, Hq, N, D), key and value (1, Hkv, N, D) -> (1, N, Hq, D)."""
+    """transformers' attention interface: query (1, Hq, N, D), key and value (1, Hkv, N, D) -> (1, N, Hq, D).
+
+    N are the tokens of a tree, or those of a chunk.
+    """
     if packed_tree is None:
         raise PackedTreeUnsupported(f"{type(module).__name__} doesn't pass the packed tree on to its attention")
-    if sliding_window is not None and max(packed_tree.path_lengths) > sliding_window:
+    tree = packed_tree.tree
+    if sliding_window is not None and max(tree.path_lengths) > sliding_window:
         raise PackedTreeUnsupported(
-            f"a path of {max(packed_tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
+            f"a path of {max(tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
             f"shorten the rows or turn packed trees off"
         )
     for name in ("softcap", "s_aux"):
@@ -191,17 +208,19 @@ def path_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    backend = choose_backend(query.device, query.dtype, packed_tree_backend)
+    if packed_tree.memory is not None:
+        key, value = packed_tree.memory.extend(module.layer_idx, key, value)
+    backend = choose_backend(query.device, query.dtype, packed_tree.backend)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if backend == "flex":
-        return _flex(query, key, value, packed_tree, scale).transpose(1, 2), None
+        return _flex(query, key, value, tree, scale).transpose(1, 2), None
     # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
-    paths = key.index_select(2, packed_tree.path_index), value.index_select(2, packed_tree.path_index)
-    with _gather_again(packed_tree.path_index, (key, value), paths):
+    paths = key.index_select(2, tree.path_index), value.index_select(2, tree.path_index)
+    with _gather_again(tree.path_index, (key, value), paths):
         if backend == "sdpa":
-            return _sdpa(query, *paths, packed_tree, scale).transpose(1, 2), None
+            return _sdpa(query, *paths, tree, scale).transpose(1, 2), None
         flat = [x[0].transpose(0, 1) for x in (query, *paths)]
-        return VARLEN[backend](*flat, packed_tree, scale)[None], None
+        return VARLEN[backend](*flat, tree, scale)[None], None
 
 
 @contextmanager
@@ -244,8 +263,10 @@ def _gather_again(index: torch.Tensor, sources: tuple, gathered: tuple) -> Itera
         yield
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
-    deepest = max(tree.path_lengths)
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree | Chunk, scale: float
+) -> torch.Tensor:
+    deepest = -(-max(tree.path_lengths) // _QUERY_BLOCK) * _QUERY_BLOCK  # rounded, so that chunks share one mask
     lower_right = _lower_right(_QUERY_BLOCK, deepest, query.device, query.dtype)
     outputs = []
     nodes = zip(query.split(tree.node_lengths, 2), key.split(tree.path_lengths, 2), value.split(tree.path_lengths, 2))
@@ -275,14 +296,18 @@ def _lower_right(queries: int, before: int, device: torch.device, dtype: torch.d
     return torch.full((queries, before + queries), float("-inf"), device=device, dtype=dtype).triu(before + 1)
 
 
-def _flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+def _flash_attn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree | Chunk, scale: float
+) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
     lengths = (max(tree.node_lengths), max(tree.path_lengths))
     return flash_attn_varlen_func(q, k, v, tree.cu_nodes, tree.cu_paths, *lengths, softmax_scale=scale, causal=True)
 
 
-def _torch_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+def _torch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: PackedTree | Chunk, scale: float
+) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = (max(tree.node_lengths), max(tree.path_lengths))
@@ -295,7 +320,9 @@ VARLEN: dict[str, Callable[..., torch.Tensor]] = {"flash_attn": _flash_attn, "to
 """Kernels for q (N, Hq, D), k and v (P, Hkv, D) -> (N, Hq, D). Both align the causal triangle to the lower right."""
 
 
-def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree | Chunk, scale: float
+) -> torch.Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     kernel = _compiled(flex_attention) if query.is_cuda else flex_attention
@@ -303,17 +330,18 @@ def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Pac
 
 
 @lru_cache(maxsize=4)
-def _block_mask(tree: PackedTree) -> Any:
+def _block_mask(tree: PackedTree | Chunk) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    end, count = tree.subtree_end, tree.unique_tokens
+    end, count = tree.subtree_end, len(tree.token_ids)
+    past = len(end) - count
 
     def on_path(batch: Any, head: Any, q: Any, k: Any) -> Any:
-        return (k <= q) & (q < end[k])
+        return (k <= past + q) & (q < end[k])
 
     # Compiled, so that the dense N x N mask is never held.
     build = _compiled(create_block_mask) if end.is_cuda else create_block_mask
-    return build(on_path, None, None, count, count, device=end.device)
+    return build(on_path, None, None, count, past + count, device=end.device)
 
 
 @lru_cache

@@ -33,6 +33,23 @@ class _Unit:
         head = _Unit(self.rows[:at], self.sizes[:at], self.shared[:at])
         return head, _Unit(self.rows[at:], self.sizes[at:], self.shared[at:])
 
+    def pieces(self, max_tokens: int) -> list[_Unit]:
+        """Cut so that none exceeds the budget, which no row may exceed alone."""
+        found, rest = [], self
+        while rest.unique > max_tokens:
+            running = np.cumsum(rest.sizes) - np.cumsum([0, *rest.shared[1:]])
+            head, rest = rest.cut(int(np.searchsorted(running, max_tokens, side="right")))
+            found.append(head)
+        return [*found, rest]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    rows: list[int]
+    """Row numbers."""
+    chunks: int = 1
+    """In how many chunks of tokens it is to be computed (see :mod:`frugal`), the same on every rank."""
+
 
 def plan_micro_batches(
     rows: Sequence[Sequence[int] | torch.Tensor] | torch.Tensor,
@@ -40,38 +57,52 @@ def plan_micro_batches(
     max_tokens: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-) -> list[list[int]]:
-    """Row numbers of each micro-batch: at most ``max_tokens`` unique tokens, trees whole as far as they fit.
+    whole: float | None = None,
+) -> list[MicroBatch]:
+    """Micro-batches of at most ``max_tokens`` unique tokens, trees whole as far as they fit.
 
     A tree that is too large is cut between neighbouring branches, which share the most; the result stays correct and
-    only computes the shared part again. Every rank of ``group`` gets the same number of micro-batches.
+    only computes the shared part again. Or, with ``whole``, it is one micro-batch that is computed in chunks. Every rank
+    of ``group`` gets the same number of micro-batches, and of chunks in each.
 
     Args:
         rows: token ids, as for :func:`trie.pack_rows`.
         trees: a key for each row that says which tree it belongs to.
-        max_tokens: budget of one micro-batch in unique tokens.
-        group: ranks that must agree on the count; None: this process alone.
+        max_tokens: budget in unique tokens of one micro-batch, or of its chunks.
+        group: ranks that must agree on the counts; None: this process alone.
         device: where a tensor for the agreement may live (the accelerator, for NCCL).
+        whole: what computing a token in chunks costs, relative to computing it in one piece: a tree stays whole where
+            that is cheaper than cutting it, and where one of its rows exceeds the budget. None: never.
 
     Raises:
-        ValueError: a row alone exceeds the budget, or a rank has fewer rows than another rank needs micro-batches.
-            All ranks raise together.
+        ValueError: a row alone exceeds the budget and ``whole`` is None, or a rank has fewer rows than another rank needs
+            micro-batches. All ranks raise together.
     """
     tokens, offsets = _flatten(rows)
     sizes = np.diff(offsets)
-    longest, count = int(sizes.max(initial=0)), 0
+    longest, count = int(sizes.max(initial=0)) if whole is None else 0, 0
     bins: list[list[_Unit]] = []
     if longest <= max_tokens:
-        bins = _pack(_units(tokens, offsets, trees, max_tokens), max_tokens)
+        bins = _pack(_units(tokens, offsets, trees, max_tokens, whole), max_tokens)
         count = len(bins)
     longest, count, few = _agree([longest, count, -len(sizes)], group, device)
     if longest > max_tokens:
-        raise ValueError(f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch")
+        raise ValueError(
+            f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch: raise "
+            f"ppo_max_token_len_per_gpu, or set bpo.packed_tree.frugal=auto"
+        )
     if count > -few:
         raise ValueError(f"one rank needs {count} micro-batches, another has only {-few} rows: balance rows over ranks")
     while len(bins) < count:
         _split_largest(bins)
-    return [sorted(row for unit in units for row in unit.rows) for units in bins]
+    chunks = [1] * count
+    if whole is not None:
+        bins.sort(key=lambda units: -sum(u.unique for u in units))  # large ones meet large ones of other ranks
+        wanted = [-(-sum(u.unique for u in units) // max_tokens) for units in bins]
+        fewest = [-max(max(u.sizes) for u in units) for units in bins]  # a chunk needs a token at least
+        agreed = _agree(wanted + fewest, group, device)
+        chunks = [min(n, -least) for n, least in zip(agreed[:count], agreed[count:])]
+    return [MicroBatch(sorted(r for unit in units for r in unit.rows), n) for units, n in zip(bins, chunks)]
 
 
 def place_rows(
@@ -117,8 +148,10 @@ def place_rows(
     return placed
 
 
-def _units(tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], max_tokens: int) -> list[_Unit]:
-    """Trees, cut where they exceed the budget."""
+def _units(
+    tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], max_tokens: int, whole: float | None = None
+) -> list[_Unit]:
+    """Trees, cut where they exceed the budget and where that costs less than ``whole`` times the tree."""
     members: dict[Hashable, list[int]] = {}
     for row, tree in enumerate(trees):
         members.setdefault(tree, []).append(row)
@@ -127,11 +160,10 @@ def _units(tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], m
         parts = [tokens[offsets[r] : offsets[r + 1]] for r in rows]
         order, shared = sort_rows(np.concatenate(parts), np.concatenate([[0], np.cumsum([len(p) for p in parts])]))
         rest = _Unit([rows[i] for i in order], [len(parts[i]) for i in order], shared.tolist())
-        while rest.unique > max_tokens:
-            running = np.cumsum(rest.sizes) - np.cumsum([0, *rest.shared[1:]])
-            head, rest = rest.cut(int(np.searchsorted(running, max_tokens, side="right")))
-            units.append(head)
-        units.append(rest)
+        cut = [rest] if whole is not None and max(rest.sizes) > max_tokens else rest.pieces(max_tokens)
+        if whole is not None and sum(unit.unique for unit in cut) >= whole * rest.unique:
+            cut = [rest]
+        units += cut
     return units
 
 
@@ -141,6 +173,9 @@ def _pack(units: list[_Unit], max_tokens: int) -> list[list[_Unit]]:
     space: list[tuple[int, int]] = []  # (room left, bin), sorted
     for unit in sorted(units, key=lambda u: -u.unique):
         at = bisect.bisect_left(space, (unit.unique, -1))
+        if unit.unique > max_tokens:  # in chunks, and nothing else beside it
+            bins.append([unit])
+            continue
         if at == len(space):
             bins.append([unit])
             room, index = max_tokens, len(bins) - 1

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_bpo.model.packed_tree.attention import NAME, attach
+from verl_bpo.model.packed_tree.attention import NAME, Call, attach
+from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 
@@ -20,9 +21,11 @@ class RowOutputs:
     """(T,) nats: at a token, the log-prob of the *next* token of its row; 0 at a row's last token."""
     entropy: torch.Tensor | None = None
     """(T,) nats: entropy of the distribution that the next token is drawn from. None if not asked for."""
+    reads: tuple[torch.Tensor, ...] = ()
+    """What :class:`frugal.HiddenReads` asked for."""
 
 
-def model_inputs(tree: PackedTree, backend: str = "auto") -> dict[str, Any]:
+def model_inputs(tree: PackedTree | Chunk, backend: str = "auto", memory: KeyValues | None = None) -> dict[str, Any]:
     """Keyword arguments that make an attached model compute ``tree``. Batch size 1, N tokens."""
     return {
         "input_ids": tree.token_ids[None],
@@ -30,8 +33,7 @@ def model_inputs(tree: PackedTree, backend: str = "auto") -> dict[str, Any]:
         # A 4D mask is passed through to the layers as it is, so none is built. Ours ignores it; any other attention
         # function fails on its empty shape, rather than computing something wrong.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tree.token_ids.device),
-        NAME: tree,
-        f"{NAME}_backend": backend,
+        NAME: Call(tree, backend, memory),
     }
 
 
@@ -62,18 +64,25 @@ def tree_outputs(
         log_probs: (N,), 0 for tokens without a parent.
         entropy: (N,) or None.
     """
+    edges = (tree.parent >= 0).nonzero()[:, 0]
+    chosen, entropies = edge_outputs(logits, tree.parent[edges], tree.token_ids[edges], temperature, entropy)
+    return chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen), entropies
+
+
+def edge_outputs(
+    logits: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of ``tokens`` (E,) after the tokens ``sources`` (E,) whose ``logits`` (N, vocabulary) predict them, and the
+    entropies (N,) if asked for."""
     if temperature != 1.0:
         logits = logits / temperature
-    edges = (tree.parent >= 0).nonzero()[:, 0]
-    parent = tree.parent[edges]
     # Backward runs in reverse: chosen before normalised, so that no second gradient of the logits is there at the peak.
-    chosen = logits[parent, tree.token_ids[edges]]
+    chosen = logits[sources, tokens]
     normalizer = torch.logsumexp(logits, -1)
-    chosen = chosen - normalizer[parent]
-    log_probs = chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen)
+    chosen = chosen - normalizer[sources]
     if not entropy:
-        return log_probs, None
-    return log_probs, normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
+        return chosen, None
+    return chosen, normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
 def row_outputs(log_probs: torch.Tensor, entropy: torch.Tensor | None, tree: PackedTree) -> RowOutputs:

@@ -1,158 +1,236 @@
-"""Packed trees whose memory follows one path instead of the whole tree.
+"""Packed trees whose memory follows a chunk of tokens instead of the whole tree.
 
-Nodes are visited depth first, each continuing from the keys and values of its path. The first visit keeps no graph. In
-the backward pass every node is computed again; its graph is freed before its parent's backward, which receives what
-its children's attention sent back into its keys and values. Costs one more forward, like gradient checkpointing, and
-holds the activations of one root-to-leaf path. Works with any loss on the returned values.
+The tree is computed chunk by chunk, each continuing from the keys and values of its path (:mod:`chunks`). The first pass
+keeps those, and no graph. The backward pass takes the chunks last to first: each is computed again, and its graph lives
+until its own backward, which receives what later chunks' attention sent back into its keys and values. Costs one more
+forward, like gradient checkpointing, which is off meanwhile. Works with any loss on the returned values.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from verl_bpo.model.packed_tree.attention import PackedTreeUnsupported, attach
-from verl_bpo.model.packed_tree.forward import RowOutputs, row_outputs
+from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues, cut_tree
+from verl_bpo.model.packed_tree.forward import RowOutputs, edge_outputs, model_inputs, row_outputs
 from verl_bpo.model.packed_tree.trie import PackedTree
 
-KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
+Sync = Callable[[bool], AbstractContextManager]
+ByLayer = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Something of keys and of values, (1, Hkv, tokens, D) each, by layer."""
 
 
-def frugal_outputs(model: nn.Module, tree: PackedTree, temperature: float = 1.0, entropy: bool = False) -> RowOutputs:
+@dataclass
+class HiddenReads:
+    """Something else that is read in the model's forward at some tokens, such as a value head, one number at each."""
+
+    positions: tuple[torch.Tensor, ...]
+    """Each (K,) int64: packed indices where a number is read, in any order."""
+    begin: Callable[[tuple[torch.Tensor, ...], int], Any]
+    """Called before the model runs on some tokens, with the positions among these and their count."""
+    end: Callable[[], tuple[torch.Tensor, ...]]
+    """Called after, returns what was read at each of the positions."""
+
+
+def frugal_outputs(
+    model: nn.Module,
+    tree: PackedTree,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunks: int | None = None,
+    backend: str = "auto",
+    reads: HiddenReads | None = None,
+    sync: Sync = lambda last: nullcontext(),
+) -> RowOutputs:
     """Log-probs and entropy on the rows, as :func:`forward.row_outputs` gives them.
 
     ``backward()`` through them adds to the parameters' ``.grad`` (``torch.autograd.grad`` doesn't see the parameters).
-    For models that aren't sharded; the model's own attention function is used.
+    A sharded model works if all its ranks ask for the same number of chunks.
+
+    Args:
+        chunks: how many runs of tokens the tree is cut into. None: of 1024 tokens.
+        reads: what else is to be read; arrives in ``RowOutputs.reads``.
+        sync: ``sync(last)`` surrounds each chunk's backward, where gradients of ranks may have to wait for the last.
 
     Raises:
-        PackedTreeUnsupported: gradient checkpointing or dropout is on, or the model can't compute packed trees.
+        PackedTreeUnsupported: dropout is on, or the model can't compute packed trees.
     """
     attach(model)
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        raise PackedTreeUnsupported("frugal mode recomputes by itself: turn gradient checkpointing off")
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in model.modules()):
+    if model.training and has_dropout(model):
         raise PackedTreeUnsupported(
-            "frugal mode computes each node twice, which dropout would make differ: set it to 0"
+            "frugal mode computes each token twice, which dropout would make differ: set it to 0"
         )
-    device = next(model.parameters()).device
-    walk = _Walk(model, tree.to(device), temperature, entropy)
+    device = tree.token_ids.device if tree.token_ids.is_cuda else next(model.parameters()).device
+    chunks = chunks or -(-tree.unique_tokens // 1024)
+    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-    log_probs, entropies = _Frugal.apply(anchor, walk)
-    return row_outputs(log_probs, entropies if entropy else None, walk.tree)
+    log_probs, entropies, *values = _Frugal.apply(anchor, walk)
+    out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
+    out.reads = tuple(values)
+    return out
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether computing a token again in training would give something else."""
+    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
 class _Frugal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, walk: _Walk) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, anchor: torch.Tensor, walk: _Walk) -> tuple[torch.Tensor, ...]:
         ctx.walk = walk
-        return walk.values()
+        return walk.values(keep=anchor.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.walk.accumulate(grad_log_probs, grad_entropy)
-        return grad_log_probs.new_zeros(()), None
-
-
-@dataclass
-class _Visit:
-    node: int
-    path: KeyValues
-    """Keys and values of the whole path, per layer, with their graph."""
-    leaves: KeyValues
-    """The same, cut from the graph: where children start, and where their gradients gather."""
-    log_probs: torch.Tensor
-    targets: torch.Tensor
-    """Packed indices that ``log_probs`` belong to."""
-    entropy: torch.Tensor | None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.walk.accumulate(grads)
+        return grads[0].new_zeros(()), None
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, tree: PackedTree, temperature: float, entropy: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        tree: PackedTree,
+        temperature: float,
+        entropy: bool,
+        chunks: int,
+        backend: str,
+        reads: HiddenReads | None,
+        sync: Sync,
+    ) -> None:
         self.model, self.tree, self.temperature, self.entropy = model, tree, temperature, entropy
-        self.bounds = tree.cu_nodes.tolist()
-        self.children: list[list[int]] = [[] for _ in tree.node_lengths]
-        for node, parent in enumerate(tree.node_parent):
-            if parent >= 0:
-                self.children[parent].append(node)
+        self.backend, self.reads, self.sync = backend, reads, sync
+        self.chunks = cut_tree(tree, chunks)
         kind = tree.token_ids.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        self.memory: ByLayer = {}
+        """Keys and values of the whole tree, filled by the first pass."""
 
-    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) log-probs and (N,) entropies (zeros when not asked for), without a graph."""
-        count = self.tree.unique_tokens
-        found: list[_Visit] = []
-        path: list[_Visit] = []
-        for node in range(len(self.bounds) - 1):
-            while path and path[-1].node != self.tree.node_parent[node]:
-                path.pop()
-            visit = self._visit(node, path[-1].leaves if path else None)
-            path.append(visit)
-            found.append(_Visit(node, [], [], visit.log_probs, visit.targets, visit.entropy))
-        dtype = found[0].log_probs.dtype
-        log_probs = torch.zeros(count, dtype=dtype, device=self.tree.token_ids.device)
-        log_probs[torch.cat([v.targets for v in found])] = torch.cat([v.log_probs for v in found])
-        entropy = torch.cat([v.entropy for v in found]) if self.entropy else torch.zeros_like(log_probs)
-        return log_probs, entropy
+    def values(self, keep: bool) -> tuple[torch.Tensor, ...]:
+        """(N,) log-probs, (N,) entropies (zeros when not asked for) and what is read, without a graph."""
+        found = []
+        with _no_checkpointing(self.model):
+            for chunk in self.chunks:
+                outputs, own = self._compute(chunk, self._past(chunk))
+                self._remember(chunk, own)
+                found.append(outputs)
+        if not keep:
+            self.memory = {}
+        log_probs = found[0][0].new_zeros(self.tree.unique_tokens)
+        log_probs[torch.cat([c.targets for c in self.chunks])] = torch.cat([f[0] for f in found])
+        entropy = torch.cat([f[1] for f in found]) if self.entropy else torch.zeros_like(log_probs)
+        values = []
+        for i, positions in enumerate(self.reads.positions if self.reads else ()):
+            read = torch.cat([f[1 + self.entropy + i] for f in found])
+            order = torch.cat([self._read_at(chunk, positions) for chunk in self.chunks])
+            values.append(torch.empty_like(read).index_copy(0, order, read))
+        return log_probs, entropy, *values
 
     @torch.enable_grad()
-    def accumulate(self, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> None:
-        """Backward of :meth:`values` into the parameters' ``.grad``."""
-        path: list[_Visit] = []
+    def accumulate(self, grads: tuple[torch.Tensor, ...]) -> None:
+        """Backward of :meth:`values` into the parameters' ``.grad``.
+
+        Args:
+            grads: of the outputs of :meth:`values`.
+        """
+        if not self.memory:
+            raise RuntimeError("frugal packed trees can be backpropagated once: compute the outputs again")
+        later: ByLayer = {}
+        later_at = self.tree.token_ids.new_zeros(0)
         with ExitStack() as stack:
+            stack.enter_context(_no_checkpointing(self.model))
             if self.autocast:
                 stack.enter_context(torch.autocast(*self.autocast))
-            for node in range(len(self.bounds) - 1):
-                while path and path[-1].node != self.tree.node_parent[node]:
-                    self._close(path.pop(), grad_log_probs, grad_entropy)
-                path.append(self._visit(node, path[-1].leaves if path else None))
-            while path:
-                self._close(path.pop(), grad_log_probs, grad_entropy)
+            for chunk in reversed(self.chunks):
+                later, later_at = self._backward(chunk, grads, later, later_at), chunk.past
+        self.memory = {}
 
-    def _visit(self, node: int, past: KeyValues | None) -> _Visit:
-        start, end = self.bounds[node], self.bounds[node + 1]
-        cache = DynamicCache(config=self.model.config)
-        for layer, (key, value) in enumerate(past or ()):
-            cache.update(key, value, layer)
-        output = self.model(
-            input_ids=self.tree.token_ids[None, start:end],
-            position_ids=self.tree.position_ids[None, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = output.logits[0]
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        normalizer = torch.logsumexp(logits, -1)
-        firsts = [self.bounds[child] for child in self.children[node]]
-        targets = torch.tensor([*range(start + 1, end), *firsts], dtype=torch.int64, device=logits.device)
-        sources = self.tree.parent[targets] - start
-        log_probs = logits[sources, self.tree.token_ids[targets]] - normalizer[sources]
-        entropy = normalizer - (torch.softmax(logits, -1) * logits).sum(-1) if self.entropy else None
-        path: KeyValues = []
-        leaves: KeyValues = []
-        if firsts:
-            path = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
-            wanted = torch.is_grad_enabled()
-            leaves = [tuple(x.detach().requires_grad_(wanted) for x in pair) for pair in path]
-        return _Visit(node, path, leaves, log_probs, targets, entropy)
+    def _backward(
+        self, chunk: Chunk, grads: tuple[torch.Tensor, ...], later: ByLayer, later_at: torch.Tensor
+    ) -> ByLayer:
+        """Backward of one chunk; returns the gradients of its past's keys and values, later chunks' among them.
 
-    def _close(self, visit: _Visit, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> None:
-        start, end = self.bounds[visit.node], self.bounds[visit.node + 1]
-        outputs, grads = [visit.log_probs], [grad_log_probs[visit.targets]]
-        if visit.entropy is not None:
-            outputs.append(visit.entropy)
-            grads.append(grad_entropy[start:end])
-        for pair, cut in zip(visit.path, visit.leaves):
-            for tensor, leaf in zip(pair, cut):
-                # Frozen layers below the first adapter have no graph to send a gradient into.
-                if leaf.grad is not None and tensor.requires_grad:
-                    outputs.append(tensor)
-                    grads.append(leaf.grad)
-        used = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad and o.numel()]
-        if used:
+        Args:
+            grads: of the outputs of :meth:`values`.
+            later: gradients of keys and values at ``later_at``, the past of the chunk after this one.
+        """
+        past = self._past(chunk, leaves=True)
+        outputs, own = self._compute(chunk, past)
+        upstream = self._upstream(chunk, grads)
+        # Both pasts begin with the ancestors they share; the rest of the later one lies in this chunk.
+        outside = int((later_at < chunk.start).sum())
+        mine = later_at[outside:] - chunk.start
+        for layer, pair in later.items():
+            for tensor, grad in zip(own[layer], pair):
+                outputs.append(tensor)
+                upstream.append(torch.zeros_like(tensor).index_copy_(2, mine, grad[:, :, outside:]))
+        # Frozen layers below the first adapter have no graph to send a gradient into.
+        used = [(o, g) for o, g in zip(outputs, upstream) if o.requires_grad]
+        del own, outputs, upstream
+        with self.sync(chunk is self.chunks[0]):
             torch.autograd.backward([o for o, _ in used], [g for _, g in used])
+        earlier = {}
+        for layer, pair in past.items():
+            earlier[layer] = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in pair)
+            for grad, old in zip(earlier[layer], later.get(layer, ())):
+                grad[:, :, :outside] += old[:, :, :outside]
+        return earlier
+
+    def _past(self, chunk: Chunk, leaves: bool = False) -> ByLayer:
+        if not len(chunk.past):
+            return {}
+        at = lambda x: x.index_select(2, chunk.past).requires_grad_(leaves)  # noqa: E731
+        return {layer: (at(key), at(value)) for layer, (key, value) in self.memory.items()}
+
+    def _compute(self, chunk: Chunk, past: ByLayer) -> tuple[list[torch.Tensor], ByLayer]:
+        """Outputs of one chunk, and its keys and values by layer."""
+        memory = KeyValues(past)
+        if self.reads:
+            inside = [p[self._read_at(chunk, p)] - chunk.start for p in self.reads.positions]
+            self.reads.begin(tuple(inside), chunk.stop - chunk.start)
+        logits = self.model(**model_inputs(chunk, self.backend, memory), use_cache=False).logits[0]
+        tokens = self.tree.token_ids[chunk.targets]
+        log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy)
+        outputs = [log_probs, entropy] if self.entropy else [log_probs]
+        return outputs + list(self.reads.end() if self.reads else ()), memory.own
+
+    def _upstream(self, chunk: Chunk, grads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        log_probs, entropy, *values = grads
+        found = [log_probs[chunk.targets]]
+        if self.entropy:
+            found.append(entropy[chunk.start : chunk.stop])
+        if self.reads:
+            found += [g[self._read_at(chunk, p)] for g, p in zip(values, self.reads.positions)]
+        return found
+
+    def _remember(self, chunk: Chunk, own: ByLayer) -> None:
+        for layer, pair in own.items():
+            if layer not in self.memory:
+                heads, width = pair[0].shape[1], pair[0].shape[3]
+                self.memory[layer] = tuple(x.new_empty(1, heads, self.tree.unique_tokens, width) for x in pair)
+            for whole, part in zip(self.memory[layer], pair):
+                whole[:, :, chunk.start : chunk.stop] = part
+
+    @staticmethod
+    def _read_at(chunk: Chunk, positions: torch.Tensor) -> torch.Tensor:
+        return ((positions >= chunk.start) & (positions < chunk.stop)).nonzero()[:, 0]
+
+
+@contextmanager
+def _no_checkpointing(model: nn.Module) -> Iterator[None]:
+    """A chunk is what gradient checkpointing would recompute; inside it a third forward would be wasted."""
+    on = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for module in on:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True
