@@ -187,7 +187,11 @@ def parser() -> argparse.ArgumentParser:
     from verl_bpo.envs.swebench.prepare import add_arguments as add_prepare
 
     add_prepare(
-        add("prepare", _prepare, "make a benchmark's instances ready to run on this machine, without containers")
+        add(
+            "prepare",
+            _prepare,
+            "make a benchmark's instances ready to run: installed here, or as container images",
+        )
     )
     check = add("check-env", _check_env, "check an environment's contract: deterministic, exact snapshots, no leaks")
     check.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")

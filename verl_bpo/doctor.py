@@ -78,10 +78,10 @@ def _engines() -> list[Check]:
 
 def _environments() -> list[Check]:
     from verl_bpo.envs import ENVIRONMENTS, environment_status
-    from verl_bpo.sandbox.overlay import probe
+    from verl_bpo.sandbox import container, overlay
 
-    shells = Check("isolated shells", *probe())
-    return [shells] + [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
+    shells = [Check("shells: local", *overlay.probe()), Check("shells: container", *container.probe())]
+    return shells + [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
 
 
 def diagnose(mode: str | None = None, env: str | None = None) -> tuple[list[tuple[str, list[Check]]], list[str]]:

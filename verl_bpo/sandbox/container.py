@@ -107,6 +107,11 @@ def pull_image(engine: Sequence[str], image: str) -> None:
         raise SandboxError(f"{Path(engine[0]).name} can't pull {image}: {_said(done.stderr)}")
 
 
+def remove_image(engine: Sequence[str], image: str) -> None:
+    """Remove an image, if it is there."""
+    _quietly([*engine, "rmi", "--force", image])
+
+
 class _Container:
     """A running container. ``began_in`` is the state that it was started from, whose image it needs."""
 
