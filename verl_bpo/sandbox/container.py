@@ -38,7 +38,7 @@ _FIRST_PROCESS = 'mkdir -p "$0" || exit; echo ready; while read -r line; do :; d
 _ADVICE = {
     "rlimit": "limits can't be raised here? bpo.env.container.run_options='--ulimit nofile=1024:1024 --ulimit "
     "nproc=4096:4096' leaves them low",
-    "size": "the storage can't limit the disk? bpo.env.kwargs.allow_unsafe=true does without",
+    "size": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
 }
 """What to do about a container that doesn't start, by a word of the engine's complaint."""
 _reclaimed: set[str] = set()

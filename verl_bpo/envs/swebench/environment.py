@@ -7,6 +7,7 @@ path of an ``instance.json``.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,15 @@ class SwebenchEnvironment(ShellEnvironment):
         self._opened = ""
 
     @classmethod
-    def tasks(cls, split: str = "test", root: str = "swebench", **kwargs: Any) -> list[str]:
-        """Prepared instances below ``root``; there is one split."""
-        return sorted(str(path.resolve()) for path in Path(root).expanduser().glob("*/instance.json"))
+    def tasks(cls, split: str = "test", root: str | None = None, **kwargs: Any) -> list[str]:
+        """Prepared instances in ``<root>/<split>``, or in ``root`` where there is no such folder.
+
+        Args:
+            root: None: ``$SWEBENCH_DATA``.
+        """
+        folder = Path(root or os.environ.get("SWEBENCH_DATA", "swebench")).expanduser()
+        folder = folder / split if (folder / split).is_dir() else folder
+        return sorted(str(path.resolve()) for path in folder.glob("*/instance.json"))
 
     def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
         if task != self._opened:

@@ -376,6 +376,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--split", default="test")
     command.add_argument("--instances", nargs="+", metavar="ID", help="only these; default: all of the dataset")
+    command.add_argument("--without", metavar="DATASET", help="leave out the instances of this one")
     command.add_argument(
         "--mode", choices=("local", "container"), default="local",
         help="local: clone, and install in virtual environments. container: pull the benchmark's images",
@@ -405,6 +406,9 @@ def main(arguments: argparse.Namespace) -> int:
         if unknown:
             raise PrepareError(f"not in {arguments.dataset}: {', '.join(sorted(unknown))}")
         rows = [row for row in rows if row["instance_id"] in arguments.instances]
+    if arguments.without:
+        others = {row["instance_id"] for row in load_rows(arguments.without, arguments.split)}
+        rows = [row for row in rows if row["instance_id"] not in others]
     out = arguments.out.expanduser().resolve()
     ready, failed = prepare(rows, out, arguments.source, arguments.remote, images=images)
     print(f"{len(ready)} of {len(rows)} instances are ready in {arguments.out}")
