@@ -47,7 +47,7 @@ prepare_swebench() {
 tiny_model() {
   local prompt=(--list-actions --context window --window-turns 2)
   if [ "$1" = swebench ]; then
-    prompt=(--data "$DATA/repairs" --context full --max-observation-tokens 2048)
+    prompt=(--data "$DATA/repairs" --no-list-actions --context full --max-observation-tokens 2048)
     set -- repair
   fi
   verl-bpo warmstart --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \

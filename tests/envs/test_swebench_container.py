@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from verl_bpo.config.schema import build
+from verl_bpo.envs.make_repairs import make_repairs
 from verl_bpo.envs.shell import SUBMIT
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
 from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.prepare import load_rows, prepare
 from verl_bpo.envs.swebench.prepare import test_command as command_of
+from verl_bpo.rollout.pools import Pools, environment_kwargs
 from verl_bpo.sandbox import MemorySandbox, SandboxError, TaskError
-from verl_bpo.sandbox.container import ContainerConfig, _myself, has_image, remove_image
+from verl_bpo.sandbox.container import ContainerConfig, _myself, has_image, reclaim, remove_image
 
 ENGINE = os.environ.get("VERL_BPO_CONTAINER_ENGINE", "podman --runtime runc --cgroup-manager=cgroupfs")
 FLASK = "pallets__flask-5014"
@@ -55,6 +58,25 @@ def test_no_engine_is_said_once_and_at_once(tmp_path):
         SwebenchEnvironment(container={"engine": "no-such-engine"})
 
 
+def test_only_environments_of_shell_commands_are_given_containers():
+    config = {"execution": "container", "container": {"image": "python:3.11"}, "kwargs": {"timeout": 9}}
+    spec = build({"env": config}, "plain").env
+    given = {"engine": None, "run_options": "", "image": "python:3.11"}
+    assert environment_kwargs("repair", spec) == {"timeout": 9, "container": given}
+    assert environment_kwargs("textworld", spec) == {"timeout": 9}
+    assert environment_kwargs("repair", build({}, "plain").env) == {}
+
+
+def test_tasks_are_those_of_a_split_where_there_are_splits(tmp_path, monkeypatch):
+    for name in ("train/a", "train/b", "verified/c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "instance.json").touch()
+    monkeypatch.setenv("SWEBENCH_DATA", str(tmp_path))
+    names = [[Path(task).parent.name for task in SwebenchEnvironment.tasks(split)] for split in ("train", "verified")]
+    assert names == [["a", "b"], ["c"]]
+    assert len(SwebenchEnvironment.tasks("any", root=str(tmp_path / "train"))) == 2
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
@@ -90,14 +112,17 @@ def images(local):
             tar.addfile(link)
         tar.add(f"{instance['folder']}/repo", "testbed")
         tar.add(venv, venv.strip("/"), filter=lambda entry: None if "site-packages/pip/" in entry.name else entry)
-        left = tarfile.TarInfo("testbed/build/left.so")  # git ignores it, and no commit has it
-        left.size = 3
-        tar.addfile(left, io.BytesIO(b"\0\1\2"))
+        # A stand-in for conda, without which nothing finds the tests' Python; and a file that no commit has.
+        conda = f'conda() {{ export CONDA_DEFAULT_ENV="$2" PATH="{venv}/bin:$PATH"; }}\n'.encode()
+        for name, content in (("opt/miniconda3/bin/activate", conda), ("testbed/build/left.so", b"\0\1\2")):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
     binds = " ".join(f"--volume {path}:{path}:ro" for path in dict.fromkeys(("/usr", prefix)))
     container = ContainerConfig(ENGINE, f"--ulimit nofile=1024:1024 --ulimit nproc=4096:4096 {binds}")
     images = Images(container, namespace="none")
     name = images.name(row)
-    line = [*ENGINE.split(), "import", "--change", f"ENV PATH={venv}/bin:/usr/bin:/bin", "-", name]
+    line = [*ENGINE.split(), "import", "--change", "ENV PATH=/usr/bin:/bin", "-", name]
     done = subprocess.run(line, input=file.getvalue(), capture_output=True)
     if done.returncode != 0:
         pytest.skip(f"{ENGINE} doesn't work here: {done.stderr.decode().strip()[-200:]}")
@@ -155,6 +180,8 @@ def test_an_instance_in_containers_end_to_end(environment, task, local):
     instance = load_instance(task)
     assert instance["mode"] == "container" and instance["image"] == f"sweb.eval.x86_64.{FLASK}:latest"
     assert instance["excluded_pass_to_pass"] == local[1]["excluded_pass_to_pass"], "the same as in local mode"
+    path = f"{local[1]['folder']}/venv/bin:/usr/bin:/bin"
+    assert instance["env"] == {"CONDA_DEFAULT_ENV": "testbed", "PATH": path}, "what activation sets"
     environment.reset(task)
     gold, _ = environment.expert_actions()
     assert play(environment, task) == 0.0, "the base commit"
@@ -220,3 +247,31 @@ def test_the_other_mode_and_unreachable_images_are_told(images, task, local, tmp
     nowhere = Images(images.container, registry="localhost:1", namespace="nobody")
     _, failed = prepare([local[0]], tmp_path, images=nowhere)
     assert "can't pull localhost:1/nobody/sweb.eval" in failed[FLASK] and "--registry localhost:1" in failed[FLASK]
+
+
+@pytest.mark.data
+@pytest.mark.timeout(600)
+def test_repair_tasks_in_containers_by_config_survive_the_death_of_their_process(images, local, tmp_path):
+    task = str(make_repairs(tmp_path, {"train": 1}, progress=False) / "train" / "0000.json")
+    image = images.name(local[0])
+    container = {**vars(images.container), "image": image}
+    config = {"execution": "container", "container": container, "workers": 1, "kwargs": {"allow_unsafe": True}}
+    pools = Pools(build({"env": config}, "plain").env)
+    try:
+        with pools["repair"].open() as host:
+            trunk, _ = host.reset(task)
+            trunk.step("echo 1 > x")
+            snapshot = trunk.snapshot()
+            assert trunk.step("cat x; ls setup.cfg").text == "1\nsetup.cfg", "it is in the image's repository"
+            host._worker.stop()
+            (fork,) = trunk.fork(snapshot)
+            assert fork.step("cat x").text == "1" and host.recoveries == 1
+            for action in json.loads(Path(task).read_text())["expert"]:
+                last = fork.step(action)
+            assert last.reward == 1.0
+    finally:
+        pools.close()
+    reclaim(images.engine)
+    assert reclaim(images.engine) == []
+    line = [*ENGINE.split(), "ps", "-aq", "--filter", f"ancestor={image}"]
+    assert subprocess.run(line, capture_output=True, text=True).stdout == ""

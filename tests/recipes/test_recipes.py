@@ -120,6 +120,7 @@ def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
         ("bpo.branch.forks=0", "bpo.branch.forks=0 must be at least 1"),
         ("bpo.updates_per_step=64", "bpo.updates_per_step=64 is more than data.train_batch_size=16"),
         ("actor_rollout_ref.actor.loss_agg_mode=mean", "Invalid loss_agg_mode"),
+        ("bpo.env.execution=container", "environment alfworld runs no shell commands; leave it at local"),
         ("bpo.env.max_turns=many", "bpo.env.max_turns='many' must be int"),
     ],
 )
