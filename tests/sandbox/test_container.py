@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_bpo.sandbox import SandboxError
-from verl_bpo.sandbox.container import ContainerShell, reclaim
+from verl_bpo.sandbox import SandboxError, container
+from verl_bpo.sandbox.container import ContainerConfig, ContainerShell, _myself, find_engine, probe, reclaim
 from verl_bpo.sandbox.overlay import Limits
 
 ENGINE = os.environ.get("VERL_BPO_CONTAINER_ENGINE", "podman --runtime runc --cgroup-manager=cgroupfs")
-OPTIONS = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]  # where limits can't be raised
-IMAGE = "localhost/verl-bpo-test"
+OPTIONS = "--ulimit nofile=1024:1024 --ulimit nproc=4096:4096"  # where limits can't be raised
+IMAGE = f"localhost/verl-bpo-test-{os.getpid()}"  # the tests may run twice on a machine
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +69,13 @@ def shell(image):
         yield shell
 
 
-def mine():
-    """Containers and images of this process that are left."""
-    label = f"label=verl-bpo-owner={__import__('verl_bpo.sandbox.container', fromlist=['_myself'])._myself()}"
-    return [
-        line
-        for listing in (["ps", "-aq"], ["images", "-q"])
-        for line in subprocess.run(
-            [*ENGINE.split(), *listing, "--filter", label], capture_output=True, text=True
-        ).stdout.split()
-    ]
+def mine(what="ps -aq"):
+    """Containers (or images) of this process that are there."""
+    line = [*ENGINE.split(), *what.split(), "--filter", f"label=verl-bpo-owner={_myself()}"]
+    return subprocess.run(line, capture_output=True, text=True).stdout.split()
 
 
-def test_states_are_images_that_go_with_the_last_reference(shell):
+def test_saved_states_can_be_gone_on_from_again_and_again_and_go_with_the_last_reference(shell):
     assert shell.execute("cat a.txt; pwd").output == "one\n/testbed\n"
     first = shell.save()
     assert first.image == IMAGE, "nothing changed: the image itself"
@@ -90,19 +84,88 @@ def test_states_are_images_that_go_with_the_last_reference(shell):
     shell.execute("rm a.txt; echo 3 > d/c")
     third = shell.save()
     show = "cat a.txt; ls; stat -c %a a.txt"
-    shell.load(second)
-    assert shell.execute(show).output == "two\na.txt\nd\nlink\n600\n"
-    assert shell.save() is second, "looking changes nothing"
+    for _ in range(2):
+        shell.load(second)
+        assert shell.execute(show).output == "two\na.txt\nd\nlink\n600\n"
+        assert shell.save() is second, "looking changes nothing"
+        shell.execute("echo 9 > a.txt")
     shell.load(third)
     assert shell.execute("ls; cat d/c").output == "d\nlink\n3\n"
     shell.load(first)
     assert shell.execute("cat a.txt; ls").output == "one\na.txt\n"
-    shell.reset()
     shell.close()
-    assert len(mine()) == 2
+    assert len(mine("images -q")) == 2 and mine() == []
     del second, third
-    shell._state = shell._first
+    assert mine("images -q") == []
+
+
+def test_branches_that_take_turns_need_no_image(shell):
+    """Each state is gone on from once, so that its container itself can go on."""
+    shell.execute("echo 1 > x")
+    one = shell.save()
+    shell.reset()
+    for number in range(3):
+        shell.execute(f"echo {number} >> y")
+        two = shell.save()
+        shell.load(one)
+        del one
+        shell.execute("echo 1 >> x")
+        one = shell.save()
+        shell.load(two)
+        del two
+    assert shell.execute("cat y").output == "0\n1\n2\n"
+    assert mine("images -q") == [] and len(mine()) == 2
+    del one
+    assert len(mine()) == 1
+
+
+def test_of_many_states_some_become_images(shell, monkeypatch):
+    monkeypatch.setattr(container, "_MOST_WAITING", 2)
+    states = []
+    for number in range(4):
+        shell.reset()
+        shell.execute(f"echo {number} > x")
+        states.append(shell.save())
+    shell.reset()
+    assert len(mine()) == 2 and len(mine("images -q")) == 2
+    for number in (0, 3, 1, 0):
+        shell.load(states[number])
+        assert shell.execute("cat x").output == f"{number}\n"
+    states.clear()
+    shell.close()
+    assert mine() == [] and mine("images -q") == []
+
+
+def test_what_is_kept_outlives_its_shell(image):
+    kept = f"{IMAGE}-kept"
+    with open_shell(image) as shell:
+        shell.execute("echo 1 > x")
+        shell.keep(kept)
+    try:
+        assert reclaim(ENGINE.split()) == []
+        with open_shell(kept) as shell:
+            assert shell.execute("cat x").output == "1\n"
+    finally:
+        subprocess.run([*ENGINE.split(), "rmi", "--force", kept], capture_output=True)
+
+
+def test_a_shell_that_is_forgotten_leaves_no_container(image):
+    shell = open_shell(image)
+    shell.execute("echo 1 > x")
+    assert len(mine()) == 1
+    del shell
     assert mine() == []
+
+
+def test_a_container_that_is_gone_is_told_once(shell):
+    shell.execute("echo 1 > x")
+    state = shell.save()
+    shell.load(state)
+    shell.execute("echo 2 > x")
+    subprocess.run([*ENGINE.split(), "rm", "--force", shell._container.name], capture_output=True)
+    with pytest.raises(SandboxError, match="unsaved files are lost"):
+        shell.execute("cat x")
+    assert shell.execute("cat x").output == "1\n", "what was saved is there"
 
 
 def test_exit_codes_output_stdin_and_time(shell):
@@ -134,7 +197,7 @@ SCRIPT = """
 import sys
 sys.path[:0] = sys.argv[1:3]
 from test_container import open_shell
-shell = open_shell("localhost/verl-bpo-test")
+shell = open_shell(sys.argv[3])
 shell.execute("echo 1 > x")
 state = shell.save()
 shell.execute("true")
@@ -146,7 +209,7 @@ shell.execute("sleep 96.6", timeout=90)
 def test_what_a_killed_owner_left_is_reclaimed(shell):
     here = Path(__file__)
     owner = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(here.parent), str(here.parents[2])], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, str(here.parent), str(here.parents[2]), IMAGE], stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout.readline() == "ready\n"
     owner.kill()
@@ -161,7 +224,27 @@ def test_what_a_killed_owner_left_is_reclaimed(shell):
 
 
 def test_a_missing_engine_or_image_is_told(image):
-    with pytest.raises(SandboxError, match="no container engine"):
+    with pytest.raises(SandboxError, match="no container engine can be used .no-such-engine: not installed"):
         ContainerShell(image, engine="no-such-engine")
     with pytest.raises(SandboxError, match="image failed"):
         ContainerShell("localhost/no-such-image", engine=ENGINE)
+    with pytest.raises(ValueError, match="bpo.env.container.run_options='--env \"': No closing quotation"):
+        ContainerConfig(run_options='--env "')
+
+
+def test_an_engine_that_is_there_but_does_not_answer_is_passed_over(tmp_path, monkeypatch):
+    """A fake docker, whose daemon is not running, and nothing else."""
+    (tmp_path / "docker").write_text("#!/bin/sh\necho Cannot connect to the daemon >&2; exit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/nowhere")
+    find_engine.cache_clear()
+    with pytest.raises(SandboxError, match="podman: not installed; docker: Cannot connect to the daemon"):
+        find_engine()
+    assert probe() == (False, str(pytest.raises(SandboxError, find_engine).value))
+
+
+def test_the_probe_runs_a_container_and_leaves_nothing(shell):
+    works, detail = probe(ContainerConfig(ENGINE, OPTIONS))
+    assert works and "processes, memory: limited" in detail
+    listed = subprocess.run([*ENGINE.split(), "images"], capture_output=True, text=True).stdout
+    assert "probe" not in listed

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from verl_bpo.rollout.prompting import PromptConfig
+from verl_bpo.sandbox.container import ContainerConfig
 
 
 class ConfigError(ValueError):
@@ -165,8 +166,13 @@ class EnvConfig:
     snapshot_mb: int = 4096
     """MiB that one tree's snapshots may take, as far as their size is known. Above it those used least recently are
     forgotten, and played again if a fork needs them."""
+    execution: str = "local"
+    """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
+    or ``container``, on Podman or Docker."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
     def __post_init__(self) -> None:
+        _one_of("bpo.env.execution", self.execution, ("local", "container"))
         _one_of("bpo.env.backend", self.backend, ("memory", "fork", "replay"))
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
         for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):

@@ -99,6 +99,17 @@ def environment_status(name: str) -> tuple[bool, str]:
     return True, ""
 
 
+def is_shell(name: str) -> bool:
+    """Whether the environment acts by shell commands, so that ``bpo.env.execution`` says where.
+
+    Raises:
+        EnvironmentUnavailable: it can't be loaded.
+    """
+    from verl_bpo.envs.shell import ShellEnvironment
+
+    return issubclass(load_environment(name), ShellEnvironment)
+
+
 def _load_file(path: str):
     """Import a user's file once per process under a name of its own, so that its classes keep their identity."""
     file = Path(path).expanduser().resolve()

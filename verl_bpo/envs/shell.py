@@ -7,12 +7,15 @@ variable or directory lives on), long output loses its middle, and a command who
 
 from __future__ import annotations
 
+import os
 import re
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError
+from verl_bpo.sandbox.container import ContainerConfig, ContainerFiles, ContainerShell, find_engine
 from verl_bpo.sandbox.overlay import CommandResult, Files, Limits, Shell
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -21,11 +24,11 @@ _BLOCK = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?``
 
 @dataclass(frozen=True)
 class _State:
-    files: Files
+    files: Files | ContainerFiles
     done: bool
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int | None:
         return self.files.nbytes
 
 
@@ -41,6 +44,11 @@ class ShellEnvironment(Environment):
             mini-swe-agent shows them.
         limits: values of :class:`verl_bpo.sandbox.overlay.Limits` by name.
         files: ``auto``, ``overlay`` or ``git``, see :class:`verl_bpo.sandbox.overlay.Shell`, like ``allow_unsafe``.
+        container: run in containers: values of :class:`verl_bpo.sandbox.container.ContainerConfig` by name. None: locally.
+            ``bpo.env.execution=container`` fills it from ``bpo.env.container``.
+
+    Raises:
+        SandboxError: containers are asked for and no engine answers.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class ShellEnvironment(Environment):
         limits: dict[str, Any] | None = None,
         files: str = "auto",
         allow_unsafe: bool = False,
+        container: dict[str, Any] | None = None,
     ) -> None:
         if observation not in ("plain", "tagged"):
             raise ValueError(f"observation={observation!r}: use 'plain' or 'tagged'")
@@ -59,19 +68,22 @@ class ShellEnvironment(Environment):
         self._timeout, self._output_chars, self._observation = timeout, output_chars, observation
         self._limits = Limits(**{"seconds": timeout, **(limits or {})})
         self._shell_options = {"limits": self._limits, "files": files, "allow_unsafe": allow_unsafe}
-        self._shell: Shell | None = None
+        if container is not None:
+            self._shell_options["container"] = ContainerConfig(**container)
+            find_engine(self._shell_options["container"].engine)  # to say at once that there is none
+        self._shell: Shell | ContainerShell | None = None
         self._done = True
 
     @abstractmethod
-    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
-        """The shell with the task's files, fresh, and the task in words.
+    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
+        """The shell with the task's files, fresh (see :func:`open_shell`), and the task in words.
 
         Raises:
             TaskError: there is no such task.
         """
 
     @abstractmethod
-    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
+    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
         """Reward of the files as they are, and ``info``. Called once, at the end; it may change the files."""
 
     def _actions(self) -> tuple[str, ...] | None:
@@ -122,6 +134,37 @@ class ShellEnvironment(Environment):
                 "Use a command that ends by itself and needs no input."
             )
         return f"<returncode>{result.returncode}</returncode>\n<output>\n{output}</output>"
+
+
+def open_shell(
+    trees: Mapping[str, str | os.PathLike | None],
+    read_only: Sequence[str | os.PathLike] = (),
+    env: Mapping[str, str] | None = None,
+    image: str | None = None,
+    *,
+    limits: Limits,
+    files: str = "auto",
+    allow_unsafe: bool = False,
+    container: ContainerConfig | None = None,
+) -> Shell | ContainerShell:
+    """A shell on this machine, or (with ``container``) in containers.
+
+    Args:
+        trees, read_only, env: see :class:`verl_bpo.sandbox.overlay.Shell`. In a container the image holds the files; only
+            ``env`` and the first tree's place count.
+        image: the task's own image; None: that of the config.
+
+    Raises:
+        SandboxError: this machine can't hold it; says what to install or allow.
+    """
+    if container is None:
+        return Shell(trees, read_only, env, limits, files, allow_unsafe)
+    image = image or container.image
+    if image is None:
+        raise SandboxError("this task names no image: set bpo.env.container.image to one that has what it needs")
+    return ContainerShell(
+        image, next(iter(trees)), env, limits, container.engine, container.run_options, allow_unsafe=allow_unsafe
+    )
 
 
 def read_command(action: str) -> tuple[str | None, str]:

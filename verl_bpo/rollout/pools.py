@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from verl_bpo.config.schema import EnvConfig
+from verl_bpo.envs import is_shell
 from verl_bpo.sandbox import SandboxPool
 
 
@@ -18,7 +22,7 @@ class Pools:
             spec = self.spec
             self._pools[env] = SandboxPool(
                 env,
-                spec.kwargs,
+                environment_kwargs(env, spec),
                 backend=spec.backend,
                 size=spec.workers,
                 step_timeout=spec.step_timeout,
@@ -32,3 +36,10 @@ class Pools:
         """End all their processes."""
         for pool in self._pools.values():
             pool.close()
+
+
+def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:
+    """The constructor's arguments: the user's, and for one that acts by shell commands the containers that it is to use."""
+    if spec.execution == "container" and is_shell(env):
+        return {**spec.kwargs, "container": asdict(spec.container)}
+    return spec.kwargs

@@ -168,11 +168,15 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
         )
     if bpo.env.name:
-        from verl_bpo.envs import environment_status
+        from verl_bpo.envs import environment_status, is_shell
 
         usable, reason = environment_status(bpo.env.name)
         if not usable:
             raise ConfigError(reason)
+        if bpo.env.execution == "container" and not is_shell(bpo.env.name):
+            raise ConfigError(
+                f"bpo.env.execution=container: environment {bpo.env.name} runs no shell commands; leave it at local"
+            )
     room = config.data.max_response_length
     if bpo.env.max_action_tokens > room:
         raise ConfigError(

@@ -1,17 +1,21 @@
 """SWE-bench as an environment: a shell in the repository at its base commit, and the benchmark's own verdict at the end.
 
-Instances are prepared once (``verl-bpo prepare swebench``); a task is the path of an ``instance.json``.
+Instances are prepared once (``verl-bpo prepare swebench``), for local virtual environments or for containers; a task is the
+path of an ``instance.json``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from verl_bpo.envs import shell
 from verl_bpo.envs.shell import SUBMIT, ShellEnvironment
 from verl_bpo.envs.swebench.scoring import Verdict, score
 from verl_bpo.sandbox.base import TaskError
+from verl_bpo.sandbox.container import ContainerShell, find_engine, has_image
 from verl_bpo.sandbox.overlay import Shell
 
 TESTBED = "/testbed"
@@ -30,7 +34,7 @@ class SwebenchEnvironment(ShellEnvironment):
 
     Args:
         score_timeout: seconds that the hidden tests may take. Keep ``bpo.env.step_timeout`` above it.
-        observation, timeout, output_chars, limits, files, allow_unsafe: see
+        observation, timeout, output_chars, limits, files, allow_unsafe, container: see
             :class:`verl_bpo.envs.shell.ShellEnvironment`.
     """
 
@@ -47,11 +51,17 @@ class SwebenchEnvironment(ShellEnvironment):
         self._opened = ""
 
     @classmethod
-    def tasks(cls, split: str = "test", root: str = "swebench", **kwargs: Any) -> list[str]:
-        """Prepared instances below ``root``; there is one split."""
-        return sorted(str(path.resolve()) for path in Path(root).expanduser().glob("*/instance.json"))
+    def tasks(cls, split: str = "test", root: str | None = None, **kwargs: Any) -> list[str]:
+        """Prepared instances in ``<root>/<split>``, or in ``root`` where there is no such folder.
 
-    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
+        Args:
+            root: None: ``$SWEBENCH_DATA``.
+        """
+        folder = Path(root or os.environ.get("SWEBENCH_DATA", "swebench")).expanduser()
+        folder = folder / split if (folder / split).is_dir() else folder
+        return sorted(str(path.resolve()) for path in folder.glob("*/instance.json"))
+
+    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
         if task != self._opened:
             self._instance = load_instance(task)
             if self._shell is not None:
@@ -63,11 +73,11 @@ class SwebenchEnvironment(ShellEnvironment):
         problem = self._instance["problem_statement"].strip()
         return self._shell, _TASK.format(testbed=TESTBED, problem=problem, submit=SUBMIT)
 
-    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
+    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
         verdict = self.judge(shell)
         return float(verdict.resolved), {"score": verdict.share_fixed, "task_type": self._instance["repo"]}
 
-    def judge(self, shell: Shell) -> Verdict:
+    def judge(self, shell: Shell | ContainerShell) -> Verdict:
         """The verdict on the shell's files. They are back at the base commit afterwards."""
         return score(shell, self._instance, self._score_timeout)
 
@@ -90,8 +100,27 @@ def load_instance(task: str | Path) -> dict[str, Any]:
         raise TaskError(f"{task} is no prepared instance ({error})") from error
 
 
-def open_shell(instance: dict[str, Any], **options: Any) -> Shell:
-    """A shell in the instance's repository, with its Python first on the path."""
+def open_shell(instance: dict[str, Any], **options: Any) -> Shell | ContainerShell:
+    """A shell in the instance's repository, with its Python first on the path.
+
+    Args:
+        options: those of :func:`verl_bpo.envs.shell.open_shell`; ``container`` must be given for an instance that was
+            prepared for containers, and for no other.
+
+    Raises:
+        TaskError: the instance was prepared for the other mode, or its image isn't on this machine.
+    """
+    container, mode = options.get("container"), instance["mode"]
+    if mode != ("local" if container is None else "container"):
+        raise TaskError(
+            f"{instance['instance_id']} is prepared for mode {mode}: set bpo.env.execution={mode}, or prepare it for the "
+            "other in another folder (verl-bpo prepare swebench --mode)"
+        )
+    if container is not None:
+        image = instance["ready_image"]
+        if not has_image(find_engine(container.engine), image):
+            raise TaskError(f"no image {image} on this machine: run verl-bpo prepare swebench --mode container on it")
+        return shell.open_shell({TESTBED: None}, env=instance["env"], image=image, **options)
     folder = Path(instance["folder"])
     venv = folder / "venv"
     read_only = [venv]
@@ -99,4 +128,4 @@ def open_shell(instance: dict[str, Any], **options: Any) -> Shell:
     if not base.is_relative_to("/usr"):
         read_only.append(base)
     env = {"PATH": f"{venv}/bin:/usr/local/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(venv)}
-    return Shell({TESTBED: folder / "repo"}, read_only=read_only, env=env, **options)
+    return shell.open_shell({TESTBED: folder / "repo"}, read_only, env, **options)

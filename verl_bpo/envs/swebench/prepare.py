@@ -1,4 +1,4 @@
-"""``verl-bpo prepare swebench``: repositories at their base commits, each with a virtual environment, without containers.
+"""``verl-bpo prepare swebench``: repositories at their base commits, each with a virtual environment, or as images.
 
 What to install and how to run the tests is taken from the swebench package's specifications. Before an instance is
 accepted, its tests must fail without the dataset's own solution and pass with it.
@@ -21,7 +21,10 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_bpo.envs.swebench.environment import TESTBED, load_instance, open_shell
+from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.scoring import score
+from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.sandbox.container import ContainerConfig, find_engine, has_image, remove_image
 from verl_bpo.sandbox.overlay import Limits, find_bwrap
 
 RELEASES = {
@@ -79,17 +82,22 @@ def prepare(
     source: str = "git",
     remote: str = "https://github.com/{repo}",
     say: Callable[[str], None] = tqdm.write,
+    images: Images | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Prepare instances in ``out/<instance_id>``; those that are there already are left as they are.
 
     Args:
-        source: ``git`` clones ``remote``; ``pypi`` unpacks a release's source package (see :data:`RELEASES`).
+        source: ``git`` clones ``remote``; ``pypi`` unpacks a release's source package (see :data:`RELEASES`). For local mode.
+        images: prepare for containers, with images from there. One that is recorded in ``out`` and missing on this machine is
+            made again, so that several machines may share the folder.
 
     Returns:
         The instances that are ready, and why each other one isn't.
     """
-    if out.resolve().is_relative_to("/tmp"):
+    if images is None and out.resolve().is_relative_to("/tmp"):
         raise PrepareError(f"{out}: keep instances outside of /tmp, which every sandbox has its own of")
+    if images is not None:
+        find_engine(images.container.engine)  # to say once, and at once, that there is none
     ready, failed = [], {}
     rows = list(rows)
     out.mkdir(parents=True, exist_ok=True)
@@ -98,19 +106,50 @@ def prepare(
         with open(out / f".{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making the same one
             try:
-                if not _is_ready(folder / "instance.json"):
+                made = _made(folder / "instance.json")
+                if made is None:
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir()
-                    _prepare(row, folder, source, remote, say)
+                    if images is None:
+                        _prepare(row, folder, source, remote, say)
+                    else:
+                        _prepare_image(row, folder, images, say)
+                elif made["mode"] != ("local" if images is None else "container"):
+                    raise PrepareError(
+                        f"{folder} holds it for mode {made['mode']}: prepare the other in another folder"
+                    )
+                elif images is not None:
+                    _remake_image(row, made, images)
                 ready.append(name)
-            except (PrepareError, OSError) as error:
+            except (PrepareError, SandboxError, OSError) as error:
                 failed[name] = str(error)
                 say(f"{name}: {error}")
     return ready, failed
 
 
-def _is_ready(file: Path) -> bool:
-    return file.is_file() and load_instance(file).get("prepared") == _VERSION
+def _made(file: Path) -> dict[str, Any] | None:
+    """The instance, if it was prepared to its end."""
+    instance = load_instance(file) if file.is_file() else {}
+    return instance if instance.get("prepared") == _VERSION else None
+
+
+def _prepare_image(row: dict[str, Any], folder: Path, images: Images, say: Callable[[str], None]) -> None:
+    spec = specification(row)
+    made = images.make_ready(row, spec)
+    about = {"mode": "container", **made, "test_command": test_command(row, spec)}
+    try:
+        _accept(row, about, folder, say, container=images.container, allow_unsafe=True)
+    except BaseException:
+        remove_image(images.engine, made["ready_image"])
+        raise
+
+
+def _remake_image(row: dict[str, Any], made: dict[str, Any], images: Images) -> None:
+    if has_image(images.engine, made["ready_image"]):
+        return
+    again = images.make_ready(row, specification(row))
+    if again["base"] != made["base"]:
+        raise PrepareError(f"{again['image']} isn't what was prepared any more: remove {made['folder']} to start over")
 
 
 def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: Callable[[str], None]) -> None:
@@ -146,20 +185,32 @@ def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: C
         text=True,
         check=True,
     ).stdout.strip()
-    keys = ("instance_id", "repo", "version", "base_commit", "problem_statement", "patch", "test_patch")
-    instance = {
-        **{key: row[key] for key in (*keys, "FAIL_TO_PASS", "PASS_TO_PASS")},
-        "prepared": _VERSION,
+    about = {
         "mode": "local",
         "source": RELEASES[row["instance_id"]][0] if source == "pypi" else "git",
         "python": wanted if exact else Path(python).name,
         "python_prefix": prefix,
         "base": base,
         "test_command": test_command(row, spec, repo),
-        "folder": str(folder.resolve()),
     }
-    instance["excluded_pass_to_pass"] = _check(instance)
-    del instance["folder"]
+    _accept(row, about, folder, say)
+
+
+def _accept(
+    row: dict[str, Any], about: dict[str, Any], folder: Path, say: Callable[[str], None], **shell_options: Any
+) -> None:
+    """Check an instance and write it down.
+
+    Raises:
+        PrepareError: its tests don't behave as they should.
+    """
+    keys = ("instance_id", "repo", "version", "base_commit", "problem_statement", "patch", "test_patch")
+    instance = {
+        **{key: row[key] for key in (*keys, "FAIL_TO_PASS", "PASS_TO_PASS")},
+        "prepared": _VERSION,
+        **about,
+    }
+    instance["excluded_pass_to_pass"] = _check({**instance, "folder": str(folder.resolve())}, **shell_options)
     part = folder / "instance.json.part"
     part.write_text(json.dumps(instance, indent=1))
     os.replace(part, folder / "instance.json")  # last: its being there means that all is
@@ -168,10 +219,10 @@ def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: C
             f"{len(instance['excluded_pass_to_pass'])} of {len(row['PASS_TO_PASS'])} pass-to-pass tests")  # fmt: skip
 
 
-def _check(instance: dict[str, Any]) -> list[str]:
+def _check(instance: dict[str, Any], **shell_options: Any) -> list[str]:
     """Judge the untouched repository and the dataset's own solution; the pass-to-pass tests that can't pass here."""
     limits = Limits(memory=4 << 30, disk=1 << 30, processes=512, output=16 << 20)
-    with open_shell(instance, limits=limits) as shell:
+    with open_shell(instance, limits=limits, **shell_options) as shell:
         untouched = score(shell, instance, 1800)
         if untouched.problem or set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
             raise PrepareError(
@@ -207,16 +258,17 @@ def specification(row: dict[str, Any]) -> dict[str, Any]:
         raise PrepareError(f"the swebench package has no specification for {row['repo']} {row['version']}") from None
 
 
-def test_command(row: dict[str, Any], spec: dict[str, Any], repo: Path) -> str:
-    """The command that runs the test patch's files."""
+def test_command(row: dict[str, Any], spec: dict[str, Any], release: Path | None = None) -> str:
+    """The command that runs the test patch's files. ``release``: the folder of a source package, which may lack the
+    repository's own programs."""
     from swebench.harness.test_spec.python import get_test_directives
 
     command = spec["test_cmd"] if isinstance(spec["test_cmd"], str) else spec["test_cmd"][-1]
     for program, instead in _COMMAND_WITHOUT_REPOSITORY.items():
-        if program in command and not (repo / program).exists():
+        if release is not None and program in command and not (release / program).exists():
             before = command[: command.index(program)]
             command = f"{before}SYMPY_USE_CACHE=no {instead}"
-    return " ".join([*spec.get("eval_commands", []), command, *get_test_directives(row)])
+    return "\n".join([*spec.get("eval_commands", []), " ".join([command, *get_test_directives(row)])])
 
 
 def find_python(version: str) -> tuple[str, bool]:
@@ -324,21 +376,41 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--split", default="test")
     command.add_argument("--instances", nargs="+", metavar="ID", help="only these; default: all of the dataset")
-    command.add_argument("--source", choices=("git", "pypi"), default="git", help="where the repositories come from")
+    command.add_argument("--without", metavar="DATASET", help="leave out the instances of this one")
     command.add_argument(
-        "--remote", default="https://github.com/{repo}", help="what git clones; a folder of mirrors too"
+        "--mode", choices=("local", "container"), default="local",
+        help="local: clone, and install in virtual environments. container: pull the benchmark's images",
+    )  # fmt: skip
+    local = command.add_argument_group("local mode")
+    local.add_argument("--source", choices=("git", "pypi"), default="git", help="where the repositories come from")
+    local.add_argument("--remote", default="https://github.com/{repo}", help="what git clones; a folder of mirrors too")
+
+    containers = command.add_argument_group("container mode")
+    containers.add_argument("--registry", default=Images.registry, help="default %(default)s")
+    containers.add_argument(
+        "--namespace", default=Images.namespace, help="default %(default)s; none: images built here"
     )
+    containers.add_argument("--engine", help="podman or docker, with its own options; default: the first that answers")
+    containers.add_argument("--run-options", default="", help="further options of the engine's run")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """0 when all instances are ready."""
+    images = None
+    if arguments.mode == "container":
+        config = ContainerConfig(arguments.engine, arguments.run_options)
+        images = Images(config, arguments.registry, arguments.namespace)
     rows = load_rows(arguments.dataset, arguments.split)
     if arguments.instances:
         unknown = set(arguments.instances) - {row["instance_id"] for row in rows}
         if unknown:
             raise PrepareError(f"not in {arguments.dataset}: {', '.join(sorted(unknown))}")
         rows = [row for row in rows if row["instance_id"] in arguments.instances]
-    ready, failed = prepare(rows, arguments.out.expanduser().resolve(), arguments.source, arguments.remote)
+    if arguments.without:
+        others = {row["instance_id"] for row in load_rows(arguments.without, arguments.split)}
+        rows = [row for row in rows if row["instance_id"] not in others]
+    out = arguments.out.expanduser().resolve()
+    ready, failed = prepare(rows, out, arguments.source, arguments.remote, images=images)
     print(f"{len(ready)} of {len(rows)} instances are ready in {arguments.out}")
     for name, why in failed.items():
         print(f"  {name}: {why}")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.sandbox.container import ContainerShell
 from verl_bpo.sandbox.overlay import Shell
 
 _CONFIGURATION = (
@@ -40,7 +41,7 @@ class Verdict:
     log: str = ""
 
 
-def score(shell: Shell, instance: dict[str, Any], timeout: float) -> Verdict:
+def score(shell: Shell | ContainerShell, instance: dict[str, Any], timeout: float) -> Verdict:
     """Judge the shell's repository. Its files are back at the base commit afterwards.
 
     Args:
@@ -143,7 +144,7 @@ def _file_of(part: str) -> str:
     return names[len(names) // 2 + 1 :].removeprefix("b/")
 
 
-def _apply(shell: Shell, patch: str) -> str:
+def _apply(shell: Shell | ContainerShell, patch: str) -> str:
     """Apply a patch to the work tree; what went wrong, or nothing."""
     done = shell.execute("git apply --whitespace=nowarn -", stdin=patch)
     return done.output.strip()[-300:] or "git failed" if done.returncode != 0 else ""
