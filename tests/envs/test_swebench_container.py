@@ -37,7 +37,7 @@ def test_images_have_the_benchmarks_names(monkeypatch):
     """As on its hub, where two underscores may not stand; and as its own package builds them."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     row = row_of(FLASK)
-    assert Images().name(row) == "docker.io/swebench/sweb.eval.x86_64.pallets_1776_flask-5014:latest"
+    assert Images().name(row) == "swebench/sweb.eval.x86_64.pallets_1776_flask-5014:latest"
     mirror = Images(registry="registry.example:5000/mirror", namespace="me")
     assert mirror.name(row) == "registry.example:5000/mirror/me/sweb.eval.x86_64.pallets_1776_flask-5014:latest"
     assert Images(namespace="none").name(row) == "sweb.eval.x86_64.pallets__flask-5014:latest"

@@ -28,7 +28,8 @@ class Images:
     """Where images come from, and the engine that has them."""
 
     container: ContainerConfig = field(default_factory=ContainerConfig)
-    registry: str = "docker.io"
+    registry: str = ""
+    """Host that names start with; empty: where the engine looks by itself (Podman: what its ``registries.conf`` lists)."""
     namespace: str = "swebench"
     """``none``: images that the benchmark's package built on this machine; ``registry`` then doesn't count."""
 
@@ -79,9 +80,8 @@ class Images:
             try:
                 pull_image(self.engine, image)
             except SandboxError as error:
-                raise SandboxError(
-                    f"{error} (is there a network? are --registry {self.registry} and --namespace {self.namespace} right?)"
-                ) from error
+                asked = f"--registry {self.registry or 'not given'}, --namespace {self.namespace}"
+                raise SandboxError(f"{error} (is there a network? are these right: {asked}?)") from error
         digest = hashlib.sha256(image.encode()).hexdigest()[:8]
         ready = f"localhost/verl-bpo-{row['instance_id'].lower()}:{digest}"
         with self._shell(image) as shell:

@@ -386,7 +386,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     local.add_argument("--remote", default="https://github.com/{repo}", help="what git clones; a folder of mirrors too")
 
     containers = command.add_argument_group("container mode")
-    containers.add_argument("--registry", default=Images.registry, help="default %(default)s")
+    containers.add_argument(
+        "--registry", default=Images.registry, help="host of the images (default: the engine's own)"
+    )
     containers.add_argument(
         "--namespace", default=Images.namespace, help="default %(default)s; none: images built here"
     )
