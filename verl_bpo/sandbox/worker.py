@@ -192,29 +192,33 @@ class ProcessWorker:
             SandboxCrashed: the process died.
             SandboxError, EnvironmentUnavailable: what the server raised.
         """
+        return read_answer(self.ask(operation, *args, timeout=timeout), operation)
+
+    def ask(self, operation: str, *args: Any, timeout: float) -> bytes:
+        """The server's answer as it came, for :func:`read_answer`. Raises what concerns the process alone."""
         request = pickle.dumps((operation, args))
         try:
             self._connection.send_bytes(request)
             if not self._connection.poll(timeout):
                 raise SandboxTimeout(f"{operation} took longer than {timeout:g} s: the process was killed")
-            answer = self._connection.recv_bytes()
+            return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise SandboxCrashed(f"the environment's process died during {operation}: {self._death()}") from error
         except BaseException:
             self.stop()  # an answer that nobody waited for would be taken for the next call's
             raise
-        try:
-            kind, *content = pickle.loads(answer)
-        except Exception as error:
-            raise SandboxError(
-                f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
-            ) from error
-        if kind == "ok":
-            return content[0]
-        raise to_exception(*content)
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Return when the process has ended. From any thread, beside calls."""
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            descriptor = os.pidfd_open(self._process.pid)  # Popen.wait would keep alive() from seeing the end
+            try:
+                select.select([descriptor], [], [])
+            finally:
+                os.close(descriptor)
 
     def stop(self) -> None:
         """Kill the process and what it started, and wait for its end."""
@@ -278,6 +282,23 @@ def _die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | fcntl.FASYNC)
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(0)
+
+
+def read_answer(answer: bytes, operation: str) -> Any:
+    """What a server answered.
+
+    Raises:
+        SandboxError, EnvironmentUnavailable: what it raised; or the answer can't be read in this process.
+    """
+    try:
+        kind, *content = pickle.loads(answer)
+    except Exception as error:
+        raise SandboxError(
+            f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
+        ) from error
+    if kind == "ok":
+        return content[0]
+    raise to_exception(*content)
 
 
 def from_exception(error: BaseException) -> tuple[str, str]:
