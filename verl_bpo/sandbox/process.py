@@ -73,6 +73,8 @@ class SandboxPool:
         self._make_worker = make_worker or _ISOLATIONS[isolation]
         self.step_timeout, self.reset_timeout = step_timeout, reset_timeout
         self.snapshot_bytes = snapshot_bytes
+        self.volatile: dict[str, str] = {}
+        """The environment's own, once a worker has loaded it."""
         self._spec = (env, dict(env_kwargs or {}), backend)
         self._places = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
@@ -126,7 +128,7 @@ class SandboxPool:
             self._workers.add(worker)
         try:
             self._check_open()  # or close() came too early to end it
-            worker.call("open", *self._spec, timeout=self.reset_timeout)
+            self.volatile = worker.call("open", *self._spec, timeout=self.reset_timeout)
         except BaseException:
             self._discard(worker)
             raise
@@ -292,7 +294,7 @@ class _HostedSandbox(Sandbox):
             key = next(host._ids)
             observation = host._reset(key, task, seed)
             self._key, self._generation = key, host.generation
-            self._history = History.start(task, seed, observation)
+            self._history = History.start(task, seed, observation, host._pool.volatile)
             return observation
 
     def step(self, action: str) -> Observation:

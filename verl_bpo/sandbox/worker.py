@@ -51,13 +51,14 @@ class _Server:
         self._nursery: Nursery | None = None
         """Of the ``fork`` backend: where the environment was made, for all trees."""
 
-    def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> None:
+    def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> dict[str, str]:
+        """Get ready for worlds of an environment; what it declares as volatile."""
         from verl_bpo.envs import EnvironmentUnavailable, load_environment  # envs imports this package
 
         self._backend = backend
         if backend == "fork":
             self._nursery = Nursery(env, env_kwargs)
-            return
+            return self._nursery.volatile
         self._class, self._kwargs = load_environment(env), env_kwargs
         try:
             self._spare = self._class(**env_kwargs)
@@ -65,6 +66,7 @@ class _Server:
             raise EnvironmentUnavailable(
                 f"environment {env!r} can't be made with arguments {env_kwargs}: {type(error).__name__}: {error}"
             ) from error
+        return dict(self._class.volatile)
 
     def reset(self, key: int, task: str, seed: int) -> Observation:
         if (task, seed) in self._initial:
