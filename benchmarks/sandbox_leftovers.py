@@ -2,7 +2,8 @@
 
 Worlds live in a pool's worker process, as in a rollout. What is counted is this program's alone, whatever else the machine
 does: processes that it started (found by a mark in their environment, wherever they were moved to), mounts and open files
-of them all, its control groups, and what lies in its temporary folder.
+of them all (in the machine's own mount namespace: those below its folder), its control groups, and what lies in its temporary
+folder.
 
     python benchmarks/sandbox_leftovers.py [--forks 20000] [--backends memory,fork,overlay,git]
 """
@@ -57,10 +58,11 @@ class Account:
 
     def __call__(self) -> dict[str, int]:
         processes = self.family()
-        mounts, handles, memory = {}, 0, 0
+        mounts, handles, memory, ours = {}, 0, 0, os.readlink("/proc/self/ns/mnt")
         for pid in [str(os.getpid()), *processes]:
             with suppress(OSError):
-                mounts[os.readlink(f"/proc/{pid}/ns/mnt")] = Path(f"/proc/{pid}/mountinfo").read_text().count("\n")
+                namespace, table = os.readlink(f"/proc/{pid}/ns/mnt"), Path(f"/proc/{pid}/mountinfo").read_text()
+                mounts[namespace] = table.count("\n" if namespace != ours else str(self.folder))
                 handles += len(os.listdir(f"/proc/{pid}/fd"))
                 fields = dict(
                     line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
