@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import pickle
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
@@ -24,6 +25,8 @@ from verl_bpo.sandbox.worker import ProcessWorker, from_exception, read_answer
 
 if TYPE_CHECKING:
     from verl_bpo.config.schema import PlacementConfig
+
+logger = logging.getLogger(__name__)
 
 _GRACE = 30.0
 """Seconds beside a call's own after which an actor counts as dead."""
@@ -36,14 +39,20 @@ class SandboxActor:
         self._workers: dict[int, ProcessWorker] = {}
         self._numbers = itertools.count()
 
-    def start(self) -> int:
+    def start(self) -> int | str:
+        """The number of a new process, or why there is none."""
         number = next(self._numbers)
-        self._workers[number] = ProcessWorker()
+        try:
+            self._workers[number] = ProcessWorker()
+        except OSError as error:  # of processes, files, memory: this one's place is lost, not what lives here
+            return str(error)
         return number
 
     def ask(self, number: int, operation: str, args: tuple, timeout: float) -> tuple[bytes, bool]:
         """The answer as the process gave it, and whether the process still lives."""
-        worker = self._workers[number]
+        worker = self._workers.get(number)
+        if worker is None:
+            return pickle.dumps(("error", "SandboxCrashed", f"the process was ended before {operation}")), False
         try:
             answer = worker.ask(operation, *args, timeout=timeout)
         except Exception as error:
@@ -83,13 +92,17 @@ class RayWorkers:
         actor = self._with_room()
         try:
             number = ray.get(actor.handle.start.remote(), timeout=self.placement.start_timeout)
-        except BaseException as error:
-            self._drop(actor, lost=False)
-            if isinstance(error, GetTimeoutError):
-                raise (SandboxError if self._lost else EnvironmentUnavailable)(self._no_place()) from None
-            if isinstance(error, RayError):
-                raise SandboxError(f"a sandbox actor could not start: {_line(error)}") from error
-            raise
+        except GetTimeoutError:
+            self._drop(actor)
+            raise (SandboxError if self._lost else EnvironmentUnavailable)(self._no_place()) from None
+        except RayError as error:
+            self._drop(actor, error)
+            raise SandboxCrashed(f"a sandbox actor died as it started a process: {_line(error)}") from error
+        if isinstance(number, str):
+            self._leave(actor)
+            raise SandboxError(
+                f"no process could be started in a sandbox actor: {number}: lower bpo.env.placement.worlds"
+            )
         return RayWorker(self, actor, number)
 
     def close(self) -> None:
@@ -105,13 +118,19 @@ class RayWorkers:
             actor.worlds += 1
             return actor
 
-    def _drop(self, actor: _Actor, lost: bool = True) -> None:
-        """Do without an actor that died or doesn't answer."""
+    def _leave(self, actor: _Actor) -> None:
+        with self._lock:
+            actor.worlds -= 1
+
+    def _drop(self, actor: _Actor, why: Exception | None = None) -> None:
+        """Do without an actor that never came (``why`` is None), that died or doesn't answer."""
         with self._lock:
             if actor not in self._actors:
                 return
             self._actors.remove(actor)
-            self._lost += lost
+            self._lost += why is not None
+        if why is not None:
+            logger.warning("lost a sandbox actor and the %d worlds in it: %s", actor.worlds, _line(why))
         actor.end()
 
     def _no_place(self) -> str:
@@ -150,12 +169,15 @@ class RayWorker:
             asked = self._actor.handle.ask.remote(self._number, operation, args, timeout)
             answer, lives = ray.get(asked, timeout=timeout + _GRACE)
         except GetTimeoutError as error:
-            self._lose_actor()
+            self._lose_actor(error)
             raise SandboxTimeout(
                 f"{operation}: the sandbox's actor gave no answer in {timeout + _GRACE:g} s: it was killed"
             ) from error
+        except ActorUnavailableError as error:  # it may live on, and whether it heard the call can't be told
+            self._dead = True
+            raise SandboxCrashed(f"the sandbox's actor couldn't be reached for {operation}: {_line(error)}") from error
         except RayError as error:
-            self._lose_actor()
+            self._lose_actor(error)
             raise SandboxCrashed(f"the sandbox's actor died during {operation}: {_line(error)}") from error
         except BaseException:
             self._dead = True  # an answer that nobody waited for would be taken for the next call's
@@ -175,15 +197,14 @@ class RayWorker:
             return
         try:
             ray.get(self._actor.handle.stop.remote(self._number), timeout=_GRACE)
-        except RayError:
-            self._lose_actor()
+        except RayError as error:
+            self._lose_actor(error)
         else:
-            with self._workers._lock:
-                self._actor.worlds -= 1
+            self._workers._leave(self._actor)
 
-    def _lose_actor(self) -> None:
+    def _lose_actor(self, why: Exception) -> None:
         self._dead = True
-        self._workers._drop(self._actor)
+        self._workers._drop(self._actor, why)
 
 
 class _Actor:
