@@ -92,12 +92,17 @@ class RayWorkers:
         actor = self._with_room()
         try:
             number = ray.get(actor.handle.start.remote(), timeout=self.placement.start_timeout)
-        except GetTimeoutError:
-            self._drop(actor)
+        except GetTimeoutError as error:
+            self._drop(actor, error if actor.placed else None)
+            if actor.placed:
+                raise SandboxTimeout(
+                    f"a sandbox actor started no process in {self.placement.start_timeout:g} s: it was killed"
+                ) from error
             raise (SandboxError if self._lost else EnvironmentUnavailable)(self._no_place()) from None
         except RayError as error:
             self._drop(actor, error)
             raise SandboxCrashed(f"a sandbox actor died as it started a process: {_line(error)}") from error
+        actor.placed = True
         if isinstance(number, str):
             self._leave(actor)
             raise SandboxError(
@@ -213,7 +218,8 @@ class _Actor:
     def __init__(self, placement: PlacementConfig) -> None:
         self.worlds = 0
         """Processes in it, or about to be."""
-        self.ended = False
+        self.placed = self.ended = False
+        """Whether Ray has found a node for it; whether it is done with."""
         self.handle = (
             ray.remote(SandboxActor)
             .options(
