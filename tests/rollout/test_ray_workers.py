@@ -1,6 +1,7 @@
 """Sandboxes in Ray actors: a real local Ray, real processes. What holds for local pools must hold here."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -153,7 +154,8 @@ def test_an_actor_that_answers_nothing_is_given_up(pools, monkeypatch):
         pools[HOSTILE].step_timeout = 30.0
         assert branch.step("b").text == "t/0 b"
         assert host.recoveries == 1
-    os.kill(actor, signal.SIGCONT)  # whatever froze it, it ends as soon as it can
+    with contextlib.suppress(ProcessLookupError):  # Ray may have ended it frozen as it is
+        os.kill(actor, signal.SIGCONT)
     assert local.wait_until_gone([actor]) == []
 
 
