@@ -1,9 +1,9 @@
-"""What snapshots, forks, restores and commands of each backend cost, and whether anything is left behind.
+"""What snapshots, forks, restores and commands of each backend cost (what they leave behind: ``sandbox_leftovers.py``).
 
 Wall milliseconds (median and 95th percentile); for commands also CPU milliseconds, which a busy machine changes less.
 A restore is a fork's first step on another state than the live one.
 
-    python benchmarks/sandbox_speed.py [--forks 20000] [--tree FOLDER]
+    python benchmarks/sandbox_speed.py [--tree FOLDER]
 """
 
 from __future__ import annotations
@@ -198,46 +198,9 @@ def commands(rounds: int) -> dict[str, Any]:
     }
 
 
-def leftovers(forks: int, base: Path) -> dict[str, object]:
-    """Snapshot and fork a shell this often; what is there afterwards that wasn't there before."""
-
-    def present() -> dict[str, int]:
-        groups = list(Path("/sys/fs/cgroup").glob("**/verl-bpo-*")) if os.geteuid() == 0 else []
-        return {
-            "processes": len([name for name in os.listdir("/proc") if name.isdigit()]),
-            "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-            "folders": len(list(Path(tempfile.gettempdir()).glob("verl-bpo-shell-*"))),
-            "control groups": len(groups),
-        }
-
-    before = present()
-    started = time.perf_counter()
-    world = ShellWorld(str(base))
-    trunk = MemorySandbox(world)
-    trunk.reset("task")
-    trunk.step("echo 1 > x")
-    for number in range(forks):
-        snapshot = trunk.snapshot()
-        (fork,) = trunk.fork(snapshot)
-        if number % 200 == 0:  # a command now and then; the rest is the bookkeeping
-            fork.step("echo 2 >> x")
-        fork.close()
-        snapshot.release()
-    layers = len(list(Path(f"/proc/{world.shell._keeper._process.pid}/root{world.shell._scratch.folder}").glob("l*")))
-    trunk.close()
-    after = present()
-    return {
-        "forks": forks,
-        "seconds": round(time.perf_counter() - started, 1),
-        "layers_before_closing": layers,
-        "left": {name: after[name] - before[name] for name in before if name != "processes"},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--forks", type=int, default=20_000)
     parser.add_argument("--tree", type=Path, help="large tree; default: 80 MB of small files, made here")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -271,11 +234,10 @@ def main() -> None:
                 flush=True,
             )
         result["commands"] = commands(arguments.rounds)
-        result["leftovers"] = leftovers(arguments.forks, scratch / "small")
     finally:
         shutil.rmtree(scratch)
     result["load_after"] = os.getloadavg()
-    print(json.dumps({key: result[key] for key in ("commands", "leftovers", "load_before", "load_after")}, indent=1))
+    print(json.dumps({key: result[key] for key in ("commands", "load_before", "load_after")}, indent=1))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 

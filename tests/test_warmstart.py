@@ -231,6 +231,21 @@ def test_saved_policy_loads_and_plays_as_it_was_measured(made):
     assert measured.success > 2 / len(COLOURS)  # guessing the button wins 1 in 4
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "     1\tdef f():\n     2\t    return 10\n",
+        "FAIL t.f('Level',): want 3\n3 failed\n(exit code 1)",
+        "a\u0308 -= x =-",
+    ],
+)
+def test_a_loaded_tokenizer_splits_texts_as_the_lessons_were(made, walkthroughs, text):
+    """Beside a Qwen2 model, AutoTokenizer applies Qwen2's splitting whatever the folder's tokenizer.json says."""
+    loaded = transformers.AutoTokenizer.from_pretrained(made)
+    taught = transformers.PreTrainedTokenizerFast.from_pretrained(made)
+    assert loaded.encode(text, add_special_tokens=False) == taught.encode(text, add_special_tokens=False)
+
+
 def test_same_seed_makes_the_same_policy_and_another_seed_another(made, tmp_path):
     few = {"steps": 3, "until_success": 1.0}
     weights = [

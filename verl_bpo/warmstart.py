@@ -203,10 +203,13 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
         vLLM masks logits beyond ``len(tokenizer)``, its actor doesn't, so the model's must be exactly that).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Beside a Qwen2 model, transformers' AutoTokenizer reads a folder's tokenizer as Qwen2's own, which splits and normalises
+    # texts its way whatever the file says. Otherwise rollouts would meet tokens that were never taught.
+    qwen2 = Qwen2Tokenizer().backend_tokenizer
+    tokenizer.normalizer, tokenizer.pre_tokenizer = qwen2.normalizer, qwen2.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

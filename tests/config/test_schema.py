@@ -40,6 +40,13 @@ def test_presets_are_complete_and_valid():
         ({"env": {"container": {"engin": "docker"}}}, "unknown key bpo.env.container.engin; known here: engine, image"),
         ({"env": {"container": {"run_options": "--env '"}}}, "bpo.env.container.run_options=.*No closing quotation"),
         ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, fork, replay"),
+        ({"env": {"placement": {"where": "cluster"}}}, "bpo.env.placement.where='cluster' is not one of local, ray"),
+        ({"env": {"placement": {"worlds": 0}}}, "bpo.env.placement.worlds=0 must be at least 1"),
+        ({"env": {"placement": {"num_cpus": 1.5}}}, "bpo.env.placement.num_cpus=1.5 must be whole if above 1"),
+        ({"env": {"placement": {"resources": {"GPU": 1}}}}, "resources.GPU is no custom resource"),
+        ({"env": {"placement": {"resources": {"sandbox": "1"}}}}, "resources.sandbox='1' must be a number above 0"),
+        ({"env": {"placement": {"start_timeout": 0}}}, "start_timeout=0.0 must be above 0"),
+        ({"env": {"isolation": "none", "placement": {"where": "ray"}}}, "set isolation=process"),
     ],
 )
 def test_a_bad_key_is_named_with_what_would_be_right(user, message):

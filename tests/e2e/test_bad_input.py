@@ -19,9 +19,11 @@ def worlds(root) -> Path:
 
 
 def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
+    """In Ray actors, placed by a resource; local worlds die in tests/sandbox, and live in the other runs here."""
     steps = train(
         worlds, "dying", *LETTERS, "data.train_files=${root}/Dying.parquet", "bpo.prompt.template=think_action",
-        "trainer.total_training_steps=2",
+        "trainer.total_training_steps=2", "bpo.env.placement.where=ray", "bpo.env.placement.resources={sandbox:1}",
+        "bpo.env.placement.num_cpus=0", "bpo.env.placement.worlds=4", "+ray_kwargs.ray_init.resources={sandbox:2}",
     )  # fmt: skip
     assert sum(metrics["tree/failed_branches"] for metrics in steps) > 0
     assert sum(metrics["tree/recoveries"] for metrics in steps) > 0

@@ -6,7 +6,10 @@ import random
 import threading
 from pathlib import Path
 
+from verl_bpo.envs.shell import SUBMIT, ShellEnvironment
+from verl_bpo.sandbox import VOLATILE
 from verl_bpo.sandbox.base import Environment, Observation
+from verl_bpo.sandbox.overlay import Shell
 
 
 class Counter(Environment):
@@ -147,3 +150,42 @@ class LeavesThreads(Counter):
     def reset(self, task, seed=0):
         threading.Thread(target=threading.Event().wait, daemon=True).start()
         return super().reset(task, seed)
+
+
+class Clerk(ShellEnvironment):
+    """Commands in a sandbox, with a clock's second hand, a draw or a file of chance thrown in as ``extra`` says."""
+
+    def __init__(self, extra="true", files="auto"):
+        super().__init__(observation="plain", files=files, limits={"disk": 16 << 20, "memory": 256 << 20})
+        self.extra = extra
+
+    @classmethod
+    def tasks(cls, split="train", **kwargs):
+        return ["desk"]
+
+    def expert_actions(self):
+        return ["echo one > letter", "cat letter", f"echo {SUBMIT}"]
+
+    def step(self, action):
+        return super().step(f"{self.extra}; {action}" if "letter" in action else action)
+
+    def _open(self, task, seed):
+        shell = self._shell or Shell({"/testbed": None}, **self._shell_options)
+        shell.reset()
+        return shell, "Write a letter."
+
+    def _actions(self):
+        return "cat letter", "echo dear >> letter"
+
+    def _score(self, shell):
+        return float(shell.execute("cat letter").output.startswith("one")), {}
+
+
+class StrictClerk(Clerk):
+    """Nothing of what it says may differ."""
+
+    volatile = {}
+
+
+class ClerkWithPort(Clerk):
+    volatile = {**VOLATILE, "port": r"port \d+"}

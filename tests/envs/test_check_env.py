@@ -1,9 +1,13 @@
 """`verl-bpo check-env` on our own environments, and on one that breaks each rule."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
+from shells import need_isolation
 
 from verl_bpo import cli
 from verl_bpo.envs import load_environment
@@ -86,7 +90,7 @@ def test_the_command_prints_its_findings_and_fails_with_them(capsys, monkeypatch
         return cli.main(), capsys.readouterr().out
 
     code, said = run("Counter")
-    assert code == 0 and said.count("ok  ") == 8 and "snapshot bytes" in said
+    assert code == 0 and said.count("ok  ") == 9 and "snapshot bytes" in said
     code, said = run("SharesItsLog")
     assert code == 1 and "NO  restore" in said
 
@@ -96,3 +100,45 @@ def test_arguments_of_the_constructor_are_passed_on(small_shop):
         "webshop", ["0"], json.loads(json.dumps({"data_dir": str(small_shop), "goals": "human"}))
     )
     assert report.ok, report.render()
+
+
+@pytest.mark.parametrize("files", ["overlay", "git"])
+def test_a_shell_environment_is_played_twice_and_its_files_are_compared(files):
+    """With commands that show the clock, temporary names and process numbers, which it declares as volatile."""
+    need_isolation()
+    report = check_environment(f"{BAD}:Clerk", ["desk"], {"files": files}, max_turns=10)
+    assert report.ok, report.render()
+    (detail,) = (detail for name, _, detail in report.findings if name == "same twice")
+    assert "and so is what they leave behind after every turn" in detail and "times" in detail
+
+
+@pytest.mark.parametrize(
+    "extra, check, words",
+    [
+        ("head -c 4 /dev/urandom > secret", "same twice", "/secret is another afterwards"),
+        ("touch x$(head -c 4 /dev/urandom | sha256sum | head -c 9)", "same twice", "/x"),
+        ("head -c 4 /dev/urandom | sha256sum", "determinism", "expert episode, turn 1 ('echo one > letter'): text '"),
+        ("echo 7$(date +%N)", "determinism", "declare what may differ as volatile"),
+        ("date +%T.%N; mktemp; echo took $(date +%N | tail -c 3)ms", "", ""),
+    ],
+)
+def test_chance_in_a_shell_is_found_where_it_first_shows(extra, check, words):
+    need_isolation()
+    report = check_environment(f"{BAD}:Clerk", ["desk"], {"extra": extra}, max_turns=1)
+    found = [(name, detail) for name, held, detail in report.findings if not held]
+    assert (found[0][0] if found else "") == check and words in (found[0][1] if found else ""), report.render()
+
+
+@pytest.mark.parametrize(
+    "world, extra, ok",
+    [
+        ("StrictClerk", "date +%T.%N", False),
+        ("ClerkWithPort", "echo port $(head -c 2 /dev/urandom | od -An -tu2 | tr -d ' ')", True),
+        ("ClerkWithPort", "echo sport$(head -c 2 /dev/urandom | od -An -tu2 | tr -d ' ')", False),
+    ],
+)
+def test_only_what_is_declared_is_left_out(world, extra, ok):
+    need_isolation()
+    report = check_environment(f"{BAD}:{world}", ["desk"], {"extra": extra}, max_turns=1)
+    found = [detail for name, held, detail in report.findings if not held and name == "determinism"]
+    assert bool(found) is not ok, report.render()

@@ -62,10 +62,10 @@ def test_a_world_that_drifts_is_caught_and_the_step_named():
     ],
 )
 def test_every_part_of_an_observation_is_compared(field, other):
-    fingerprint = Fingerprint.of(Observation("text", 1.0, actions=("x",), info={"elapsed": 1}))
-    fingerprint.check(Observation("text", 1.0, actions=("x",), info={"elapsed": 2}), "here")
+    fingerprint = Fingerprint.of(Observation("text", 1.0, actions=("x",), info={"elapsed": 1}), {})
+    fingerprint.check(Observation("text", 1.0, actions=("x",), info={"elapsed": 2}), {}, "here")
     with pytest.raises(SandboxError, match=f"gave another {field} when"):
-        fingerprint.check(other, "here")
+        fingerprint.check(other, {}, "here")
 
 
 def test_a_fork_that_fails_closes_its_environment(tmp_path):

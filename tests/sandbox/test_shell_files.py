@@ -148,9 +148,25 @@ def test_a_missing_cwd_is_the_sandboxs_error_and_the_shell_goes_on(shell):
     assert shell.execute("echo on").output == "on\n"
 
 
-def test_commands_see_the_same_machine_each_time(shell):
-    shown = "env | sort; id; hostname; umask; date +%Z; echo $$; python3 -c 'print(hash(\"a\"))'"
-    assert shell.execute(shown).output == shell.execute(shown).output
+FIXED = (
+    "env | sort; locale; id; hostname; umask; date +%Z; echo $$ $RANDOM $RANDOM; bash -c 'echo $RANDOM'; ls -U /usr/lib .;"
+    'python3 -c \'import locale, sys; print(hash("a"), set("abc"), locale.getlocale(), sys.getfilesystemencoding())\''
+)
+"""What README's table says that a sandbox fixes."""
+
+
+def test_commands_see_the_same_machine_each_time(shell, monkeypatch):
+    """In another shell too, whatever the process that starts it has in its environment."""
+    shown = shell.execute(FIXED)
+    assert shown.returncode == 0 and shell.execute(FIXED) == shown
+    for name, value in (("PYTHONHASHSEED", "7"), ("TZ", "Asia/Tokyo"), ("LC_ALL", "C"), ("HOME", "/root"), ("X", "1")):
+        monkeypatch.setenv(name, value)
+    before = os.umask(0o077)
+    try:
+        with Shell(dict(shell._trees), files=shell.facts["files"]) as other:
+            assert other.execute(FIXED) == shown
+    finally:
+        os.umask(before)
 
 
 def test_read_only_paths_are_seen_where_they_are_but_not_below_a_tree(tmp_path):

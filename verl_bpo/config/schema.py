@@ -142,6 +142,48 @@ class AdvantageConfig:
 
 
 @dataclass
+class PlacementConfig:
+    """Where the processes run that worlds live in."""
+
+    where: str = "local"
+    """``local``: beside the rollout worker. ``ray``: in Ray actors, for which Ray finds nodes by the keys below; sandboxes can
+    so have CPU nodes to themselves. Tasks' files must then be at the same paths there."""
+    worlds: int = 16
+    """``ray``: most worlds of one actor. A rollout worker starts actors as its ``bpo.env.workers`` need them."""
+    num_cpus: float = 1.0
+    """``ray``: CPUs that an actor reserves."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """``ray``: custom resources that an actor reserves: ``{sandbox: 1}`` for nodes that offer it (``ray start
+    --resources='{"sandbox": 8}'``)."""
+    strategy: str = "SPREAD"
+    """``ray``: ``SPREAD`` puts actors on different nodes, ``DEFAULT`` fills one after the other."""
+    start_timeout: float = 120.0
+    """``ray``: seconds to wait for a place. Where none is found the run ends with what was asked for and what there is."""
+
+    def __post_init__(self) -> None:
+        key = "bpo.env.placement"
+        _one_of(f"{key}.where", self.where, ("local", "ray"))
+        _one_of(f"{key}.strategy", self.strategy, ("SPREAD", "DEFAULT"))
+        _at_least(f"{key}.worlds", self.worlds, 1)
+        _at_least(f"{key}.num_cpus", self.num_cpus, 0)
+        if self.num_cpus > 1 and self.num_cpus % 1:  # Ray's own rule
+            raise ConfigError(f"{key}.num_cpus={self.num_cpus} must be whole if above 1")
+        if self.start_timeout <= 0:
+            raise ConfigError(f"{key}.start_timeout={self.start_timeout} must be above 0")
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ConfigError(f"{key}.resources.{name} is no custom resource: CPUs are asked for by {key}.num_cpus")
+            number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+            if not number or amount <= 0 or (amount > 1 and amount % 1):
+                raise ConfigError(f"{key}.resources.{name}={amount!r} must be a number above 0, and whole if above 1")
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """What an actor asks Ray for."""
+        return {"CPU": self.num_cpus, **self.resources} if self.num_cpus else dict(self.resources)
+
+
+@dataclass
 class EnvConfig:
     name: str = ""
     """Environment of rows that name none: ``textworld``, ``alfworld``, ``package.module:Class`` or ``file.py:Class``.
@@ -170,6 +212,7 @@ class EnvConfig:
     """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
     or ``container``, on Podman or Docker."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     def __post_init__(self) -> None:
         _one_of("bpo.env.execution", self.execution, ("local", "container"))
@@ -177,6 +220,11 @@ class EnvConfig:
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
         for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)
+        if self.placement.where == "ray" and self.isolation == "none":
+            raise ConfigError(
+                "bpo.env.isolation=none keeps worlds in the rollout worker, bpo.env.placement.where=ray elsewhere: set "
+                "isolation=process"
+            )
 
 
 @dataclass

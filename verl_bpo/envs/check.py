@@ -2,7 +2,8 @@
 
 Episodes are played with actions drawn by a seed, and with the expert's where there are any, again and again: in another
 instance, in another process, after a restore, from a fork, beside another episode. Every time each turn must look the same.
-A check that fails names the first difference, what is likely behind it and what to do.
+A check that fails names the first difference, what is likely behind it and what to do. What an environment declares as
+``volatile`` is left out of comparisons; where it has a ``digest`` (of its files, say), that is compared too.
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_bpo.envs import load_environment
+from verl_bpo.envs.shell import ShellEnvironment
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.memory import MemorySandbox
+from verl_bpo.sandbox.volatile import hide
 
 NONSENSE = ("", "xyzzy", "go [to] <nowhere>\n\\ \x00", "ä" * 300)
 """What a policy may say that no world understands."""
 GENERIC = ("look", "help", "wait", "yes", "no", "1", "2", "3")
 """Actions tried where an environment doesn't list its own and has no expert."""
+COMMANDS = (
+    "ls -la . /tmp",
+    "date; date +%s",
+    "mktemp",
+    "echo $RANDOM $$ > /tmp/number; cat /tmp/number",
+    "time sleep 0.01; sleep 1 & jobs -l",
+    'python3 -c \'print(hash("a"), set("abc"), object())\'',
+    "locale; umask; hostname; id; env | sort",
+)
+"""Commands tried, beside its own actions, in an environment that is acted in by shell commands."""
+APART = 1.1
+"""Seconds between two plays that are compared: a clock that counts whole seconds moves."""
 PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
 
 
@@ -39,10 +56,12 @@ class Turn(NamedTuple):
     """What is compared of an observation."""
 
     text: str
+    """Without what is volatile."""
     reward: float
     terminated: bool
     truncated: bool
     actions: tuple[str, ...] | None
+    exit_code: int | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,8 @@ class Episode:
     """``random`` or ``expert``."""
     actions: list[str]
     turns: list[Turn]
+    digests: list[dict[str, str] | None]
+    """Of the environment, at each turn."""
 
 
 @dataclass
@@ -109,6 +130,8 @@ class _Checker:
     ) -> None:
         self.env, self.make, self.tasks, self.kwargs = env, make, tasks, kwargs
         self.seed, self.max_turns = seed, max_turns
+        self.volatile = load_environment(env).volatile
+        self.by_commands = issubclass(load_environment(env), ShellEnvironment)
         self.episodes: list[Episode] = []
         self.report = CheckReport()
 
@@ -121,6 +144,7 @@ class _Checker:
         self._check("independence", self._independence)
         snapshots = self._check("restore", self._restore)
         if snapshots:
+            self._check("same twice", self._twice)
             self._check("fork", self._fork)
         self._check("close", self._close)
         if self.report.ok:
@@ -166,14 +190,16 @@ class _Checker:
         rng: random.Random,
         observation: Observation,
     ) -> None:
-        episode = Episode(task, kind, [], [_turn(observation)])
+        episode = Episode(task, kind, [], [self._turn(observation)], [environment.digest()])
         while not observation.done and len(episode.actions) < (self.max_turns if actions is None else len(actions)):
-            offered = observation.actions or GENERIC
+            offered = observation.actions or (() if self.by_commands else GENERIC)
+            offered += COMMANDS if self.by_commands else ()
             action = rng.choice(offered) if actions is None else actions[len(episode.actions)]
             where = f"task {task}, {kind} episode, turn {len(episode.actions) + 1} ({action!r})"
             observation = _looked_at(environment.step(action), where)
             episode.actions.append(action)
-            episode.turns.append(_turn(observation))
+            episode.turns.append(self._turn(observation))
+            episode.digests.append(environment.digest())
         self.episodes.append(episode)
 
     @staticmethod
@@ -185,14 +211,20 @@ class _Checker:
             )
 
     def _replay(self, environment: Environment, episode: Episode, why: str) -> None:
-        _same(episode, 0, _turn(environment.reset(episode.task, self.seed)), why)
+        _same(episode, 0, self._turn(environment.reset(episode.task, self.seed)), why)
         for number, action in enumerate(episode.actions, 1):
-            _same(episode, number, _turn(environment.step(action)), why)
+            _same(episode, number, self._turn(environment.step(action)), why)
+
+    def _turn(self, observation: Observation) -> Turn:
+        return _turn(observation, self.volatile)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def _determinism(self) -> str:
-        why = "the same actions gave something else: draw chance from reset's seed, and keep no state between resets"
+        why = (
+            "the same actions gave something else: draw chance from reset's seed, keep no state between resets, or declare "
+            "what may differ as volatile"
+        )
         environment = self.make()
         try:
             for episode in self.episodes:
@@ -268,7 +300,7 @@ class _Checker:
                         "changes, and nothing that a later step changes in place"
                     )
                     for turn in range(start, len(episode.actions)):
-                        _same(episode, turn + 1, _turn(branch.step(episode.actions[turn])), why)
+                        _same(episode, turn + 1, self._turn(branch.step(episode.actions[turn])), why)
             except SnapshotUnsupported as error:
                 raise Difference(f"no snapshots: {error}") from error
             finally:
@@ -277,6 +309,44 @@ class _Checker:
                 for snapshot in snapshots:
                     snapshot.release()
         return "every turn of every episode, in any order, more than once"
+
+    def _twice(self) -> str:
+        """Each episode twice from one snapshot, and what it leaves after every turn compared with the recording."""
+        hidden: Counter[str] = Counter()
+        started = [MemorySandbox(self.make()) for _ in self.episodes]
+        held: list[Any] = []
+        try:
+            for sandbox, episode in zip(started, self.episodes):
+                sandbox.reset(episode.task, self.seed)
+                held.append(sandbox.snapshot())
+            snapshots = list(held)
+            for again in (False, True):
+                for sandbox, snapshot, episode in zip(started, snapshots, self.episodes):
+                    (branch,) = _opened(sandbox.fork(snapshot))
+                    held.append(branch)
+                    for number, action in enumerate(episode.actions, 1):
+                        if again and number == len(episode.actions) // 2:  # what a snapshot loses shows here
+                            held.append(branch.snapshot())
+                            (branch,) = _opened(branch.fork(held[-1]))
+                            held.append(branch)
+                        observation = branch.step(action)
+                        why = "played again from a snapshot it went on differently: draw chance from reset's seed"
+                        _same(
+                            episode, number, self._turn(observation), f"{why}, or declare what may differ as volatile"
+                        )
+                        _same_state(episode, number, _digest(branch), why)
+                        for kind, pattern in self.volatile.items():
+                            hidden[kind] += len(re.findall(pattern, observation.text))
+                if not again:
+                    time.sleep(APART)
+        finally:
+            for thing in (*reversed(held), *started):
+                thing.close() if isinstance(thing, MemorySandbox) else thing.release()
+        state = ", and so is what they leave behind after every turn" if self.episodes[0].digests[0] is not None else ""
+        left_out = ", ".join(f"{count} {kind}" for kind, count in hidden.items() if count)
+        return f"two plays of each episode {APART} s apart are equal{state}" + (
+            f" (left out as volatile: {left_out})" if left_out else ""
+        )
 
     def _fork(self) -> str:
         """Two forks and their origin take turns; a fork of a fork goes on alone."""
@@ -296,16 +366,15 @@ class _Checker:
                 why = "branches of one state must not feel each other: they share something that a step changes"
                 for turn in range(middle, len(episode.actions)):
                     for branch in (origin, *forks):
-                        _same(episode, turn + 1, _turn(branch.step(episode.actions[turn])), why)
+                        _same(episode, turn + 1, self._turn(branch.step(episode.actions[turn])), why)
                 (first,) = _opened(origin.fork(snapshot))
                 held.append(first)
                 inner = first.snapshot()
                 held.append(inner)
                 held += (nested := _opened(first.fork(inner)))
                 for turn in range(middle, len(episode.actions)):
-                    _same(
-                        episode, turn + 1, _turn(nested[0].step(episode.actions[turn])), f"in a fork of a fork: {why}"
-                    )
+                    turned = self._turn(nested[0].step(episode.actions[turn]))
+                    _same(episode, turn + 1, turned, f"in a fork of a fork: {why}")
             finally:
                 for thing in reversed(held):
                     thing.close() if isinstance(thing, MemorySandbox) else thing.release()
@@ -317,11 +386,11 @@ class _Checker:
         environments = [self.make() for _ in self.episodes]
         try:
             for environment, episode in zip(environments, self.episodes):
-                _same(episode, 0, _turn(environment.reset(episode.task, self.seed)), why)
+                _same(episode, 0, self._turn(environment.reset(episode.task, self.seed)), why)
             for number in range(max(len(episode.actions) for episode in self.episodes)):
                 for environment, episode in zip(environments, self.episodes):
                     if number < len(episode.actions):
-                        _same(episode, number + 1, _turn(environment.step(episode.actions[number])), why)
+                        _same(episode, number + 1, self._turn(environment.step(episode.actions[number])), why)
         finally:
             for environment in environments:
                 environment.close()
@@ -413,23 +482,47 @@ def _looked_at(observation: Any, where: str) -> Observation:
     return observation
 
 
-def _turn(observation: Observation) -> Turn:
+def _turn(observation: Observation, volatile: Mapping[str, str]) -> Turn:
     return Turn(
-        observation.text, float(observation.reward), observation.terminated, observation.truncated, observation.actions
+        hide(observation.text, volatile),
+        float(observation.reward),
+        observation.terminated,
+        observation.truncated,
+        observation.actions,
+        observation.info.get("exit_code"),
     )
 
 
 def _untuple(turn: list) -> Turn:
-    *rest, actions = turn
-    return Turn(*rest, None if actions is None else tuple(actions))
+    *rest, actions, exit_code = turn
+    return Turn(*rest, None if actions is None else tuple(actions), exit_code)
 
 
 def _same(episode: Episode, number: int, turn: Turn, why: str) -> None:
     expected = episode.turns[number]
     for name, was, now in zip(Turn._fields, expected, turn):
         if was != now:
-            before = f"turn {number} ({episode.actions[number - 1]!r})" if number else "reset"
-            raise Difference(f"task {episode.task}, {episode.kind} episode, {before}: {name} {_apart(was, now)}; {why}")
+            raise Difference(f"{_place(episode, number)}: {name.replace('_', ' ')} {_apart(was, now)}; {why}")
+
+
+def _same_state(episode: Episode, number: int, digest: dict[str, str] | None, why: str) -> None:
+    was, now = episode.digests[number] or {}, digest or {}
+    for name in sorted({*was, *now}):
+        if was.get(name) != now.get(name):
+            how = "is there only now" if name not in was else "is gone" if name not in now else "is another"
+            raise Difference(f"{_place(episode, number)}: {name} {how} afterwards; {why}")
+
+
+def _place(episode: Episode, number: int) -> str:
+    before = f"turn {number} ({episode.actions[number - 1]!r})" if number else "reset"
+    return f"task {episode.task}, {episode.kind} episode, {before}"
+
+
+def _digest(branch: MemorySandbox) -> dict[str, str] | None:
+    """Of the environment in the branch's state."""
+    with branch._world.lock:
+        branch._wake()
+        return branch._world.environment.digest()
 
 
 def _apart(was: Any, now: Any) -> str:
@@ -472,10 +565,10 @@ def _play_job() -> None:
     """The other process: plays the episodes of stdin and prints their turns as JSON."""
     job = json.load(sys.stdin)
     environment = load_environment(job["env"])(**job["kwargs"])
-    traces = []
+    volatile, traces = environment.volatile, []
     for task, actions in job["episodes"]:
-        turns = [_turn(environment.reset(task, job["seed"]))]
-        traces.append([*turns, *(_turn(environment.step(action)) for action in actions)])
+        turns = [_turn(environment.reset(task, job["seed"]), volatile)]
+        traces.append([*turns, *(_turn(environment.step(action), volatile) for action in actions)])
     environment.close()
     print(json.dumps(traces))
 

@@ -17,9 +17,18 @@ from typing import Any
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError
 from verl_bpo.sandbox.container import ContainerConfig, ContainerFiles, ContainerShell, find_engine
 from verl_bpo.sandbox.overlay import CommandResult, Files, Limits, Shell
+from verl_bpo.sandbox.volatile import VOLATILE, hide
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _BLOCK = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+_LIST = r"""
+skipped='-name .git -o -name __pycache__'
+listing=$(find . /tmp \( $skipped \) -prune -o -printf '%p\t%y %m %l\n'
+find . /tmp \( $skipped \) -prune -o -type f -print0 | sort -z | xargs -0 -r sha256sum | sed -E 's/^(\S+)  (.*)/\2\t\1/')
+if [ ${#listing} -gt 500000 ]; then listing="all files	$(sort <<<"$listing" | sha256sum)"; fi
+printf '%s\n' "$listing"
+"""
+"""Path, and kind, mode, target or hash of everything in the trees; one hash where that would be too long to send."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,9 @@ class ShellEnvironment(Environment):
     Raises:
         SandboxError: containers are asked for and no engine answers.
     """
+
+    volatile = VOLATILE
+    """Of what commands say, clock, durations, process numbers, temporary names and addresses differ from play to play."""
 
     def __init__(
         self,
@@ -104,7 +116,7 @@ class ShellEnvironment(Environment):
         result = self._shell.execute(command, timeout=self._timeout)
         if result.returncode == 0 and result.output.lstrip().split("\n", 1)[0].strip() == SUBMIT:
             return self._submit()
-        return Observation(self._show(result), actions=self._actions())
+        return Observation(self._show(result), actions=self._actions(), info={"exit_code": result.returncode})
 
     def _submit(self) -> Observation:
         self._done = True
@@ -117,6 +129,14 @@ class ShellEnvironment(Environment):
     def load_state(self, state: _State) -> None:
         self._shell.load(state.files)
         self._done = state.done
+
+    def digest(self) -> dict[str, str]:
+        """Every file's kind, mode and content, but for version control's and compiled Python. Temporary names are hidden."""
+        parts: dict[str, list[str]] = {}
+        for line in self._shell.execute(_LIST, timeout=Limits.seconds).output.splitlines():
+            path, _, what = line.partition("\t")
+            parts.setdefault(hide(path, self.volatile), []).append(what)
+        return {path: " ".join(sorted(parts[path])) for path in sorted(parts)}
 
     def close(self) -> None:
         if self._shell is not None:

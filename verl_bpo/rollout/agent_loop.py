@@ -87,7 +87,7 @@ class TreeAgentLoop(AgentLoopBase):
             rollout.world = world
             try:
                 tree = await rollout.run(task, int(extra.get("seed") or 0))
-            except (SnapshotUnsupported, ValueError) as error:
+            except (EnvironmentUnavailable, SnapshotUnsupported, ValueError) as error:
                 # No other task would fare better: the trainer stops the run with this line.
                 return self._outputs(rollout, Tree(prompt_ids=[]), fatal=f"task {task}: {error}")
             finally:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
-from verl_bpo.config.schema import BPOConfig
+from verl_bpo.config.schema import BPOConfig, PlacementConfig
 from verl_bpo.platform.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.platform.sampling import SamplingParams
 from verl_bpo.rollout.pools import Pools
@@ -25,7 +26,7 @@ class LocalRollouts:
     Args:
         model: a causal language model on the CPU.
         tokenizer: its tokenizer.
-        config: ``bpo.*``; ``bpo.env.workers`` trees run at once.
+        config: ``bpo.*``; ``bpo.env.workers`` trees run at once. Sandboxes are local, whatever ``bpo.env.placement`` says.
         max_prompt_tokens, max_response_tokens: as ``data.max_prompt_length`` and ``data.max_response_length``.
         temperature: 0 is greedy.
         top_p: as in vLLM.
@@ -56,7 +57,7 @@ class LocalRollouts:
         self.batcher = ContinuousBatcher(model, max_num_seqs=max(64, 2 * config.env.workers))
         self.generation = BatcherThread(self.batcher, threads)
         self.executor = ThreadPoolExecutor(4 * config.env.workers + 4, thread_name_prefix="sandbox")
-        self.pools = Pools(config.env)
+        self.pools = Pools(replace(config.env, placement=PlacementConfig()))
         self.slots = asyncio.Semaphore(config.env.workers)
 
     def __enter__(self) -> LocalRollouts:

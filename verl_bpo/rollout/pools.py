@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,11 +12,18 @@ from verl_bpo.sandbox import SandboxPool
 
 
 class Pools:
-    """One pool of ``spec.workers`` worlds for each environment that is asked for."""
+    """One pool of ``spec.workers`` worlds for each environment that is asked for, where ``spec.placement`` says."""
 
     def __init__(self, spec: EnvConfig) -> None:
         self.spec = spec
         self._pools: dict[str, SandboxPool] = {}
+        self._end_workers: Callable[[], None] = lambda: None
+        self._make_worker = None
+        if spec.placement.where == "ray":
+            from verl_bpo.rollout.ray_workers import RayWorkers
+
+            self._make_worker = RayWorkers(spec.placement)
+            self._end_workers = self._make_worker.close
 
     def __getitem__(self, env: str) -> SandboxPool:
         if env not in self._pools:
@@ -29,6 +37,7 @@ class Pools:
                 reset_timeout=spec.reset_timeout,
                 isolation=spec.isolation,
                 snapshot_bytes=spec.snapshot_mb << 20,
+                make_worker=self._make_worker,
             )
         return self._pools[env]
 
@@ -36,6 +45,7 @@ class Pools:
         """End all their processes."""
         for pool in self._pools.values():
             pool.close()
+        self._end_workers()
 
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:

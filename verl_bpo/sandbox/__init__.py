@@ -16,8 +16,10 @@ from verl_bpo.sandbox.fork import ForkSandbox, Nursery
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.process import SandboxHost, SandboxPool
 from verl_bpo.sandbox.replay import ReplaySandbox
+from verl_bpo.sandbox.volatile import VOLATILE
 
 __all__ = [
+    "VOLATILE",
     "Capabilities",
     "Environment",
     "ForkSandbox",

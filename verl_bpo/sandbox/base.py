@@ -10,9 +10,10 @@ Nothing here knows verl, ray or torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 class SandboxError(Exception):
@@ -66,6 +67,9 @@ class Environment(ABC):
     the next ``reset``. An instance is used by one thread at a time.
     """
 
+    volatile: ClassVar[Mapping[str, str]] = {}
+    """What observations may differ in all the same: name -> regular expression, see :mod:`verl_bpo.sandbox.volatile`."""
+
     @abstractmethod
     def reset(self, task: str, seed: int = 0) -> Observation:
         """Open ``task`` (an id or a path that this environment understands).
@@ -91,6 +95,13 @@ class Environment(ABC):
 
     def expert_actions(self) -> list[str] | None:
         """A sequence of actions that solves the task as it was reset, or None when none is known."""
+        return None
+
+    def digest(self) -> dict[str, str] | None:
+        """The parts of the state that observations needn't show (files, say) and a hash of each, for ``check-env``.
+
+        None: there are none, or nobody looks.
+        """
         return None
 
     def close(self) -> None:

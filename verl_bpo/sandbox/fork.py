@@ -62,7 +62,8 @@ class Nursery:
             )
         self._line = _Line(ours)
         try:
-            self._line.receive("making the environment")
+            self.volatile: dict[str, str] = self._line.receive("making the environment")
+            """What the environment declares as such."""
         except BaseException:
             self.close()
             raise
@@ -239,7 +240,7 @@ def serve(env: str, env_kwargs: dict[str, Any], descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
     branch = _Branch(environment, line, spare=(wake, waker))
-    _answer(line, ("ok", None))
+    _answer(line, ("ok", dict(environment_class.volatile)))
     while True:
         ready, _, _ = select.select([line, wake], [], [])
         if wake in ready:

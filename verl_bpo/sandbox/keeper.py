@@ -456,6 +456,7 @@ class Keeper:
         for name, text in {
             "passwd": "agent:x:1000:1000:agent:/tmp:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
             "group": "agent:x:1000:\nnogroup:x:65534:\n",
+            "bash_env": "RANDOM=1\n",  # what $RANDOM draws; bash would seed it with the clock
             "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
             "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
             "gitconfig": "[safe]\n\tdirectory = *\n[user]\n\tname = agent\n\temail = agent@sandbox\n",
@@ -470,7 +471,7 @@ class Keeper:
         line += ["--clearenv", "--json-status-fd", str(status)]
         if seccomp is not None:
             line += ["--seccomp", str(seccomp)]
-        for name, value in self.spec["env"].items():
+        for name, value in {"BASH_ENV": "/etc/bash_env", **self.spec["env"]}.items():
             line += ["--setenv", name, value]
         line += ["--ro-bind", "/usr", "/usr"]
         for folder in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):

@@ -12,13 +12,26 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict, deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, SandboxError, Snapshot
 from verl_bpo.sandbox.replay import History
 from verl_bpo.sandbox.worker import BACKENDS, LocalWorker, ProcessWorker, to_exception
 
-_Worker = ProcessWorker | LocalWorker
+
+class Worker(Protocol):
+    """A place where one world lives at a time, see :class:`verl_bpo.sandbox.worker.ProcessWorker`."""
+
+    def call(self, operation: str, *args: Any, timeout: float) -> Any: ...
+
+    def alive(self) -> bool:
+        """Whether it can take a call. Asked before and after each, so it mustn't take time."""
+
+    def stop(self) -> None: ...
+
+
+_ISOLATIONS: dict[str, Callable[[], Worker]] = {"process": ProcessWorker, "none": LocalWorker}
 
 
 class SandboxPool:
@@ -37,6 +50,7 @@ class SandboxPool:
         isolation: ``process``, or ``none``: worlds live in this process; timeouts and crashes aren't caught then.
         snapshot_bytes: what the snapshots of one world may take together, as far as the backend knows their size. Above
             it those that weren't used for longest are forgotten; a fork of one plays its actions again. None: any.
+        make_worker: makes the place where a world lives, instead of what ``isolation`` names. May raise SandboxError.
     """
 
     def __init__(
@@ -49,19 +63,23 @@ class SandboxPool:
         reset_timeout: float = 300.0,
         isolation: str = "process",
         snapshot_bytes: int | None = None,
+        make_worker: Callable[[], Worker] | None = None,
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-        if isolation not in ("process", "none"):
+        if isolation not in _ISOLATIONS:
             raise ValueError(f"isolation={isolation!r}: use 'process' or 'none'")
-        self.env, self.backend, self.isolation = env, backend, isolation
+        self.env, self.backend = env, backend
+        self._make_worker = make_worker or _ISOLATIONS[isolation]
         self.step_timeout, self.reset_timeout = step_timeout, reset_timeout
         self.snapshot_bytes = snapshot_bytes
+        self.volatile: dict[str, str] = {}
+        """The environment's own, once a worker has loaded it."""
         self._spec = (env, dict(env_kwargs or {}), backend)
         self._places = threading.BoundedSemaphore(size)
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._workers: set[_Worker] = set()
+        self._idle: list[Worker] = []
+        self._workers: set[Worker] = set()
         self._closed = False
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
@@ -92,7 +110,7 @@ class SandboxPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self) -> _Worker:
+    def _take(self) -> Worker:
         """A worker with nothing in it: a warm one that is still alive, else a new one."""
         while True:
             with self._lock:
@@ -103,25 +121,29 @@ class SandboxPool:
                 return worker
             self._discard(worker)
 
-    def _start(self) -> _Worker:
+    def _start(self) -> Worker:
+        self._check_open()
+        worker = self._make_worker()
         with self._lock:
-            if self._closed:
-                raise SandboxError("the sandbox pool is closed")
-            worker = ProcessWorker() if self.isolation == "process" else LocalWorker()
             self._workers.add(worker)
         try:
-            worker.call("open", *self._spec, timeout=self.reset_timeout)
+            self._check_open()  # or close() came too early to end it
+            self.volatile = worker.call("open", *self._spec, timeout=self.reset_timeout)
         except BaseException:
             self._discard(worker)
             raise
         return worker
 
-    def _discard(self, worker: _Worker) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError("the sandbox pool is closed")
+
+    def _discard(self, worker: Worker) -> None:
         worker.stop()
         with self._lock:
             self._workers.discard(worker)
 
-    def _give_back(self, worker: _Worker | None) -> None:
+    def _give_back(self, worker: Worker | None) -> None:
         """Take back a host's place, and its worker unless that died."""
         try:
             if worker is not None:
@@ -145,9 +167,9 @@ class SandboxHost:
     with what it answered before.
     """
 
-    def __init__(self, pool: SandboxPool, worker: _Worker) -> None:
+    def __init__(self, pool: SandboxPool, worker: Worker) -> None:
         self._pool = pool
-        self._worker: _Worker | None = worker
+        self._worker: Worker | None = worker
         self._lock = threading.RLock()
         self._closed = False
         self._ids = itertools.count()
@@ -272,7 +294,7 @@ class _HostedSandbox(Sandbox):
             key = next(host._ids)
             observation = host._reset(key, task, seed)
             self._key, self._generation = key, host.generation
-            self._history = History.start(task, seed, observation)
+            self._history = History.start(task, seed, observation, host._pool.volatile)
             return observation
 
     def step(self, action: str) -> Observation:
@@ -384,7 +406,7 @@ class _HostedSnapshot(Snapshot):
         host._keep(self)
 
 
-def _stop_all(workers: set[_Worker]) -> None:
+def _stop_all(workers: set[Worker]) -> None:
     for worker in list(workers):
         worker.stop()
     workers.clear()

@@ -6,12 +6,13 @@ What the world answers is compared with what it answered before, so a world that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 from verl_bpo.sandbox.base import Capabilities, Environment, Observation, Sandbox, SandboxError, Snapshot
+from verl_bpo.sandbox.volatile import hide
 
 
 class Fingerprint(NamedTuple):
@@ -24,21 +25,21 @@ class Fingerprint(NamedTuple):
     actions: str
 
     @classmethod
-    def of(cls, observation: Observation) -> Fingerprint:
+    def of(cls, observation: Observation, volatile: Mapping[str, str]) -> Fingerprint:
         return cls(
-            _digest(observation.text),
+            _digest(hide(observation.text, volatile)),
             float(observation.reward),
             observation.terminated,
             observation.truncated,
             "" if observation.actions is None else _digest("\n".join(observation.actions)),
         )
 
-    def check(self, observation: Observation, where: str) -> None:
+    def check(self, observation: Observation, volatile: Mapping[str, str], where: str) -> None:
         """
         Raises:
             SandboxError: ``observation`` is another one; names what differs.
         """
-        again = Fingerprint.of(observation)
+        again = Fingerprint.of(observation, volatile)
         if again != self:
             fields = [name for name, old, new in zip(self._fields, self, again) if old != new]
             raise SandboxError(
@@ -56,19 +57,16 @@ class History:
     first: Fingerprint
     actions: tuple[str, ...] = ()
     answers: tuple[Fingerprint, ...] = ()
+    volatile: Mapping[str, str] = field(default_factory=dict)
+    """What answers may differ in, see :class:`verl_bpo.sandbox.Environment`."""
 
     @classmethod
-    def start(cls, task: str, seed: int, observation: Observation) -> History:
-        return cls(task, seed, Fingerprint.of(observation))
+    def start(cls, task: str, seed: int, observation: Observation, volatile: Mapping[str, str]) -> History:
+        return cls(task, seed, Fingerprint.of(observation, volatile), volatile=volatile)
 
     def then(self, action: str, observation: Observation) -> History:
-        return History(
-            self.task,
-            self.seed,
-            self.first,
-            (*self.actions, action),
-            (*self.answers, Fingerprint.of(observation)),
-        )
+        answer = Fingerprint.of(observation, self.volatile)
+        return replace(self, actions=(*self.actions, action), answers=(*self.answers, answer))
 
     def replay(self, reset: Callable[[str, int], Observation], step: Callable[[str], Observation]) -> None:
         """Play it again with ``reset`` and ``step``.
@@ -76,9 +74,9 @@ class History:
         Raises:
             SandboxError: the world answered otherwise than before; says at which step and what differed.
         """
-        self.first.check(reset(self.task, self.seed), f"reset of {self.task}")
+        self.first.check(reset(self.task, self.seed), self.volatile, f"reset of {self.task}")
         for number, (action, answer) in enumerate(zip(self.actions, self.answers), start=1):
-            answer.check(step(action), f"step {number} ({action!r})")
+            answer.check(step(action), self.volatile, f"step {number} ({action!r})")
 
 
 class ReplaySandbox(Sandbox):
@@ -101,7 +99,7 @@ class ReplaySandbox(Sandbox):
     def reset(self, task: str, seed: int = 0) -> Observation:
         self._history = None
         observation = self._live().reset(task, seed)
-        self._history = History.start(task, seed, observation)
+        self._history = History.start(task, seed, observation, self._live().volatile)
         return observation
 
     def step(self, action: str) -> Observation:

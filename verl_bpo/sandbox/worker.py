@@ -51,13 +51,14 @@ class _Server:
         self._nursery: Nursery | None = None
         """Of the ``fork`` backend: where the environment was made, for all trees."""
 
-    def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> None:
+    def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> dict[str, str]:
+        """Get ready for worlds of an environment; what it declares as volatile."""
         from verl_bpo.envs import EnvironmentUnavailable, load_environment  # envs imports this package
 
         self._backend = backend
         if backend == "fork":
             self._nursery = Nursery(env, env_kwargs)
-            return
+            return self._nursery.volatile
         self._class, self._kwargs = load_environment(env), env_kwargs
         try:
             self._spare = self._class(**env_kwargs)
@@ -65,6 +66,7 @@ class _Server:
             raise EnvironmentUnavailable(
                 f"environment {env!r} can't be made with arguments {env_kwargs}: {type(error).__name__}: {error}"
             ) from error
+        return dict(self._class.volatile)
 
     def reset(self, key: int, task: str, seed: int) -> Observation:
         if (task, seed) in self._initial:
@@ -192,29 +194,33 @@ class ProcessWorker:
             SandboxCrashed: the process died.
             SandboxError, EnvironmentUnavailable: what the server raised.
         """
+        return read_answer(self.ask(operation, *args, timeout=timeout), operation)
+
+    def ask(self, operation: str, *args: Any, timeout: float) -> bytes:
+        """The server's answer as it came, for :func:`read_answer`. Raises what concerns the process alone."""
         request = pickle.dumps((operation, args))
         try:
             self._connection.send_bytes(request)
             if not self._connection.poll(timeout):
                 raise SandboxTimeout(f"{operation} took longer than {timeout:g} s: the process was killed")
-            answer = self._connection.recv_bytes()
+            return self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise SandboxCrashed(f"the environment's process died during {operation}: {self._death()}") from error
         except BaseException:
             self.stop()  # an answer that nobody waited for would be taken for the next call's
             raise
-        try:
-            kind, *content = pickle.loads(answer)
-        except Exception as error:
-            raise SandboxError(
-                f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
-            ) from error
-        if kind == "ok":
-            return content[0]
-        raise to_exception(*content)
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Return when the process has ended. From any thread, beside calls."""
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            descriptor = os.pidfd_open(self._process.pid)  # Popen.wait would keep alive() from seeing the end
+            try:
+                select.select([descriptor], [], [])
+            finally:
+                os.close(descriptor)
 
     def stop(self) -> None:
         """Kill the process and what it started, and wait for its end."""
@@ -278,6 +284,23 @@ def _die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | fcntl.FASYNC)
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(0)
+
+
+def read_answer(answer: bytes, operation: str) -> Any:
+    """What a server answered.
+
+    Raises:
+        SandboxError, EnvironmentUnavailable: what it raised; or the answer can't be read in this process.
+    """
+    try:
+        kind, *content = pickle.loads(answer)
+    except Exception as error:
+        raise SandboxError(
+            f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
+        ) from error
+    if kind == "ok":
+        return content[0]
+    raise to_exception(*content)
 
 
 def from_exception(error: BaseException) -> tuple[str, str]:
