@@ -136,7 +136,7 @@ def _load(data_dir: str, products: str, goals: str, search: str, index_dir: str 
             found = human_goals(items, prices, _read(folder / HUMAN_FILE), draw)
         else:
             found = synthetic_goals(items, prices, instructions, draw)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise TaskError(f"{folder} doesn't hold WebShop's data ({type(error).__name__}: {error})") from error
     random.Random(_SHUFFLE_SEED).shuffle(found)
     if search == "pyserini":

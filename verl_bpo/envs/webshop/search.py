@@ -38,7 +38,9 @@ class Bm25sSearch:
             raise ImportError(f"WebShop's search needs bm25s: pip install bm25s PyStemmer ({error})") from error
         self._stem = Stemmer.Stemmer("porter").stemWords
         self._index = bm25s.BM25(k1=_K1, b=_B, method="lucene")
-        self._index.index([self.tokens(document) for document in documents], show_progress=False)
+        # The stem of "s" is the empty string, which bm25s would add as a token without scores if no document had it.
+        tokens = [self.tokens(document) for document in documents]
+        self._index.index(tokens, create_empty_token=False, show_progress=False)
         self._results = min(MAX_RESULTS, len(documents))
 
     def tokens(self, text: str) -> list[str]:
