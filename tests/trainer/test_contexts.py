@@ -2,14 +2,20 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.nn.utils.rnn import pad_sequence
+from verl.protocol import DataProto
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from verl_bpo.config.schema import build
 from verl_bpo.rollout.rows import topology, tree_rows
 from verl_bpo.trainer.forest import build_batch
 from verl_bpo.trainer.sapo_trainer import SAPOTrainer
-from verl_bpo.trainer.tree_trainer import RowSpans, TreeTrainer
+from verl_bpo.trainer.trajectories import Trajectories
+from verl_bpo.trainer.tree_trainer import RowSpans, TreeTrainer, trajectory_advantages
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 
@@ -85,3 +91,95 @@ def test_every_usable_turn_is_trained_exactly_once_in_both_contexts():
     usable = [i for i, node in enumerate(tree.nodes) if tree.trajectories[node.trajectory].usable]
     for windowed in (False, True):
         assert sorted(node for row in tree_rows(tree, windowed) for node in row.nodes) == usable
+
+
+def trajectories_of_two_prompts() -> dict[str, Tree]:
+    """Independent trajectories as verl's estimators take them, by session: three of one prompt, two of another, of 1 to 4
+    turns each."""
+    generator = torch.Generator().manual_seed(1)
+    trees = {}
+    for session, (turns, reward) in {
+        "a_0": (1, 1.0), "a_1": (4, 0.0), "a_2": (2, 0.5), "b_0": (3, 1.0), "b_1": (2, 0.25),
+    }.items():  # fmt: skip
+        tree, parent = Tree(prompt_ids=[1, 2]), ROOT
+        index = tree.add_trajectory(ROOT)
+        for turn in range(turns):
+            length = int(torch.randint(1, 4, (), generator=generator))
+            node = Node(parent, index, [7] * length, [-0.5] * length, [1.0] * length, [90, 91], reward=0.0)
+            node.prompt_ids, node.reward = [1, 2, 80 + turn], reward if turn == turns - 1 else 0.0
+            parent = tree.add_node(node)
+        tree.trajectories[index].end = "terminated"
+        trees[session] = tree
+    return trees
+
+
+def stock_advantages(windowed: bool, algorithm) -> dict[str, list[list[float]]]:
+    """What verl's estimator puts on the tokens of every turn of every session. Values and log-probs belong to tokens, so
+    that they are the same in both contexts."""
+    noise = torch.Generator().manual_seed(2)
+    keys, columns, places = [], {name: [] for name in ("response_mask", "rm_scores", "values")}, []
+    for session, tree in trajectories_of_two_prompts().items():
+        value = torch.randn(len(tree.nodes), 3, generator=noise)
+        for i, row in enumerate(tree_rows(tree, windowed)):
+            keys.append(f"{session}_{i}")
+            mask = torch.tensor(row.response_mask).float()
+            values, scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(3)), torch.zeros(len(mask))
+            for node, start, end in zip(row.nodes, row.starts, row.ends):
+                values[start:end] = value[node, : end - start]
+            scores[-1] = tree.trajectory_return(tree.trajectories[0])
+            for name, column in zip(columns, (mask, scores, values)):
+                columns[name].append(column)
+            places.append((session, row))
+    lengths = [len(mask) for mask in columns["response_mask"]]
+    data = DataProto.from_dict({name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()})
+    uids = [key[0] for key in keys]
+    if windowed:
+        trajectories = Trajectories(keys, lengths)
+        ends = torch.zeros(len(keys), 1)
+        ends[trajectories.last] = 1.0
+        data.batch["token_level_rewards"] = data.batch["rm_scores"] * ends
+        found = trajectory_advantages(data, trajectories, [uids[row] for row in trajectories.last], algorithm)
+    else:  # verl as it is
+        data.batch["token_level_rewards"] = data.batch["rm_scores"]
+        data.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        out = compute_advantage_for_multi_trajectories(
+            data, keys, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, config=algorithm
+        )
+        found = {name: list(out.batch[name]) for name in ("advantages", "returns")}
+    turns = {}
+    for name, rows in found.items():
+        for (session, row), tokens in zip(places, rows):
+            for node, start, end in zip(row.nodes, row.starts, row.ends):
+                turns[f"{name} {session} {node}"] = tokens[start:end].tolist()
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("estimator", "lam"), [("grpo", 1.0), ("rloo", 1.0), ("gae", 1.0), ("gae", 0.9), ("reinforce_plus_plus", 1.0)]
+)
+def test_verls_estimators_give_a_turn_the_same_advantage_in_both_contexts(estimator, lam):
+    algorithm = OmegaConf.create({"adv_estimator": estimator, "gamma": 0.99, "lam": lam})
+    full, window = (stock_advantages(windowed, algorithm) for windowed in (False, True))
+    assert full.keys() == window.keys()
+    for turn, tokens in full.items():
+        assert window[turn] == pytest.approx(tokens, abs=1e-6), turn
+    assert any(x for tokens in full.values() for x in tokens)
+
+
+def test_rloo_leaves_a_whole_trajectory_out_of_its_baseline_in_window_context():
+    """By hand: the others' mean of prompt b's two trajectories (returns 1 and 0.25) is the other one's return."""
+    turns = stock_advantages(True, OmegaConf.create({"adv_estimator": "rloo", "gamma": 1.0, "lam": 1.0}))
+    for session, turn_count, expected in (("b_0", 3, 0.75), ("b_1", 2, -0.75), ("a_1", 4, -0.75)):
+        for node in range(turn_count):
+            assert turns[f"advantages {session} {node}"] == pytest.approx(
+                [expected] * len(turns[f"advantages {session} {node}"])
+            )
+
+
+def test_rows_are_joined_by_their_number_and_split_back_in_their_own_order():
+    trajectories = Trajectories(["u_0_1", "v_0_0", "u_0_0", "u_0_10", "u_0_2"], [1, 2, 3, 1, 2])
+    values = torch.arange(15.0).reshape(5, 3)
+    joined = trajectories.join(values)
+    assert joined.tolist() == [[6, 7, 8, 0, 12, 13, 9], [3, 4, 0, 0, 0, 0, 0]]
+    assert trajectories.last == [3, 1]
+    assert [tokens.tolist() for tokens in trajectories.split(joined)] == [[0], [3, 4], [6, 7, 8], [9], [12, 13]]
