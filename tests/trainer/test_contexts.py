@@ -2,20 +2,21 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch.nn.utils.rnn import pad_sequence
-from verl.protocol import DataProto
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import trainer_base
 
 from verl_bpo.config.schema import build
 from verl_bpo.rollout.rows import topology, tree_rows
+from verl_bpo.trainer import tree_trainer
 from verl_bpo.trainer.forest import build_batch
 from verl_bpo.trainer.sapo_trainer import SAPOTrainer
 from verl_bpo.trainer.trajectories import Trajectories
-from verl_bpo.trainer.tree_trainer import RowSpans, TreeTrainer, trajectory_advantages
+from verl_bpo.trainer.tree_trainer import RowSpans, TreeTrainer
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 
@@ -113,67 +114,84 @@ def trajectories_of_two_prompts() -> dict[str, Tree]:
     return trees
 
 
-def stock_advantages(windowed: bool, algorithm) -> dict[str, list[list[float]]]:
-    """What verl's estimator puts on the tokens of every turn of every session. Values and log-probs belong to tokens, so
-    that they are the same in both contexts."""
-    noise = torch.Generator().manual_seed(2)
-    keys, columns, places = [], {name: [] for name in ("response_mask", "rm_scores", "values")}, []
+class FakeQueue:
+    """Stands for TransferQueue: one batch's fields, in memory."""
+
+    def __init__(self, fields: dict) -> None:
+        self.fields = fields
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        found = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(found, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> None:
+        self.fields |= dict(fields.items())
+
+
+def stock_advantages(windowed: bool, monkeypatch, **algorithm) -> dict[str, list[float]]:
+    """What the trainer puts on the tokens of every turn of every session with one of verl's estimators. Values and log-probs
+    belong to tokens, so that they are the same in both contexts."""
+    names = ("response_mask", "rm_scores", "values", "old_log_probs", "ref_log_prob")
+    noise, keys, places, columns = torch.Generator().manual_seed(2), [], [], {name: [] for name in names}
     for session, tree in trajectories_of_two_prompts().items():
-        value = torch.randn(len(tree.nodes), 3, generator=noise)
+        drawn = torch.randn(3, len(tree.nodes), 3, generator=noise)
         for i, row in enumerate(tree_rows(tree, windowed)):
             keys.append(f"{session}_{i}")
-            mask = torch.tensor(row.response_mask).float()
-            values, scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(3)), torch.zeros(len(mask))
-            for node, start, end in zip(row.nodes, row.starts, row.ends):
-                values[start:end] = value[node, : end - start]
-            scores[-1] = tree.trajectory_return(tree.trajectories[0])
-            for name, column in zip(columns, (mask, scores, values)):
-                columns[name].append(column)
             places.append((session, row))
-    lengths = [len(mask) for mask in columns["response_mask"]]
-    data = DataProto.from_dict({name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()})
+            mask, scores = torch.tensor(row.response_mask), torch.zeros(len(row.response_mask))
+            scores[-1] = tree.trajectory_return(tree.trajectories[0])
+            columns["response_mask"].append(mask)
+            columns["rm_scores"].append(scores)
+            for name, per_turn_values in zip(names[2:], drawn):
+                column = torch.full((len(mask),), 9.0)  # on observations: must not matter
+                for node, start, end in zip(row.nodes, row.starts, row.ends):
+                    column[start:end] = per_turn_values[node, : end - start]
+                columns[name].append(column)
+    fields = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
     uids = [key[0] for key in keys]
-    if windowed:
-        trajectories = Trajectories(keys, lengths)
-        ends = torch.zeros(len(keys), 1)
-        ends[trajectories.last] = 1.0
-        data.batch["token_level_rewards"] = data.batch["rm_scores"] * ends
-        found = trajectory_advantages(data, trajectories, [uids[row] for row in trajectories.last], algorithm)
-    else:  # verl as it is
-        data.batch["token_level_rewards"] = data.batch["rm_scores"]
-        data.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        out = compute_advantage_for_multi_trajectories(
-            data, keys, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, config=algorithm
-        )
-        found = {name: list(out.batch[name]) for name in ("advantages", "returns")}
+    queue = FakeQueue(fields | {"uid": NonTensorStack(*uids)})
+    monkeypatch.setattr(tree_trainer, "tq", queue)
+    monkeypatch.setattr(trainer_base, "tq", queue)
+    trainer = object.__new__(TreeTrainer)
+    trainer.bpo = build({"prompt": {"context": "window" if windowed else "full"}}, "plain")
+    settings = {"gamma": 0.99, "lam": 1.0, "use_kl_in_reward": False, "kl_penalty": "kl", **algorithm}
+    trainer.config = OmegaConf.create({"algorithm": settings, "actor_rollout_ref": {"rollout": {"n": 1}}})
+    trainer.kl_ctrl_in_reward = core_algos.FixedKLController(0.1)
+    batch = KVBatchMeta(keys=keys, partition_id="train", tags=[{}] * len(keys))
+    trainer._stock_advantage(batch, uids, [{}] * len(keys), {})
     turns = {}
-    for name, rows in found.items():
-        for (session, row), tokens in zip(places, rows):
+    for name in ("advantages", "returns"):
+        for (session, row), tokens in zip(places, queue.fields[name].unbind()):
             for node, start, end in zip(row.nodes, row.starts, row.ends):
                 turns[f"{name} {session} {node}"] = tokens[start:end].tolist()
     return turns
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("use_kl_in_reward", [False, True])
 @pytest.mark.parametrize(
     ("estimator", "lam"), [("grpo", 1.0), ("rloo", 1.0), ("gae", 1.0), ("gae", 0.9), ("reinforce_plus_plus", 1.0)]
 )
-def test_verls_estimators_give_a_turn_the_same_advantage_in_both_contexts(estimator, lam):
-    algorithm = OmegaConf.create({"adv_estimator": estimator, "gamma": 0.99, "lam": lam})
-    full, window = (stock_advantages(windowed, algorithm) for windowed in (False, True))
+def test_verls_estimators_give_a_turn_the_same_advantage_in_both_contexts(
+    estimator, lam, use_kl_in_reward, monkeypatch
+):
+    full, window = (
+        stock_advantages(windowed, monkeypatch, adv_estimator=estimator, lam=lam, use_kl_in_reward=use_kl_in_reward)
+        for windowed in (False, True)
+    )
     assert full.keys() == window.keys()
     for turn, tokens in full.items():
         assert window[turn] == pytest.approx(tokens, abs=1e-6), turn
     assert any(x for tokens in full.values() for x in tokens)
 
 
-def test_rloo_leaves_a_whole_trajectory_out_of_its_baseline_in_window_context():
+def test_rloo_leaves_a_whole_trajectory_out_of_its_baseline_in_window_context(monkeypatch):
     """By hand: the others' mean of prompt b's two trajectories (returns 1 and 0.25) is the other one's return."""
-    turns = stock_advantages(True, OmegaConf.create({"adv_estimator": "rloo", "gamma": 1.0, "lam": 1.0}))
+    turns = stock_advantages(True, monkeypatch, adv_estimator="rloo")
     for session, turn_count, expected in (("b_0", 3, 0.75), ("b_1", 2, -0.75), ("a_1", 4, -0.75)):
         for node in range(turn_count):
-            assert turns[f"advantages {session} {node}"] == pytest.approx(
-                [expected] * len(turns[f"advantages {session} {node}"])
-            )
+            tokens = turns[f"advantages {session} {node}"]
+            assert tokens == pytest.approx([expected] * len(tokens))
 
 
 def test_rows_are_joined_by_their_number_and_split_back_in_their_own_order():
