@@ -1,6 +1,7 @@
 """WebShop: against recorded episodes of the original, and rule by rule on a shop of four products."""
 
 import gzip
+import itertools
 import json
 import pickle
 import random
@@ -13,8 +14,10 @@ import pytest
 pytest.importorskip("thefuzz", reason="WebShop needs its extra: pip install verl_bpo[webshop]")
 pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_bpo[webshop]")
 
-from verl_bpo.envs.webshop import WebshopEnvironment, nouns, pages
-from verl_bpo.envs.webshop.goals import sampling_weights
+from four_products import INSTRUCTIONS, PRODUCTS
+
+from verl_bpo.envs.webshop import WebshopEnvironment, catalogue, nouns, pages
+from verl_bpo.envs.webshop.goals import Goals, sampling_weights
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import TaskError
 
@@ -507,6 +510,51 @@ def test_unknown_split_names_the_known_ones(small_shop):
 def test_unknown_task_names_the_range(shop, task):
     with pytest.raises(TaskError, match="tasks are 0 to 5"):
         shop.reset(task)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_products_are_read_alike_through_any_window(tmp_path, monkeypatch, window, indent, ascii_only):
+    rows = [*PRODUCTS, {**PRODUCTS[2], "asin": "B000000009", "name": "Crème ] , [ } thé 日本", "pricing": "$3"}]
+    path = tmp_path / "products.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
+    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    seen = []
+    products = catalogue.Products(path, INSTRUCTIONS, seen.append)
+    known = {row["asin"]: row for row in reversed(rows)}  # the first one of an id counts
+    assert [product.asin for product in seen] == ["B000000001", "B000000002", "B000000003", "B000000009"]
+    assert [vars(product) for product in products] == [vars(product) for product in seen]
+    for product in products:
+        assert product.title == known[product.asin]["name"]
+        assert product.query == known[product.asin]["query"].lower().strip()
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1 2]", '[{"asin": "x"', '[{"asin": "nan"},', "null", "[}"])
+@pytest.mark.parametrize("window", [1, 1 << 20])
+def test_a_broken_product_file_is_refused_through_any_window(tmp_path, monkeypatch, text, window):
+    (tmp_path / "items_ins_v2_1000.json").write_text("{}")
+    (tmp_path / "items_shuffle_1000.json").write_text(text)
+    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    with pytest.raises(TaskError, match="items_shuffle_1000.json is no JSON|doesn't hold WebShop's data"):
+        WebshopEnvironment(tmp_path)
+
+
+def test_goals_are_numbered_as_all_combinations_in_order(small_shop):
+    """Against a slow version: every combination in the order of itertools.product over the names in alphabetical order."""
+    path = small_shop / "items_shuffle_1000.json"
+    products = catalogue.Products(path, INSTRUCTIONS, lambda product: None)
+    goals = Goals(products)
+    expected = []
+    for index, product in enumerate(products):
+        names = sorted(product.options)
+        combinations = list(itertools.product(*(product.options[name] for name in names)))
+        goals.add(index, "buy", ["a"], 10.0, combinations=len(combinations))
+        expected += [(product.asin, tuple(zip(names, values))) for values in combinations]
+    assert [(goal.product.asin, goal.options) for goal in goals] == expected
+    goals.shuffle(random.Random(233))
+    random.Random(233).shuffle(expected)
+    assert [(goal.product.asin, goal.options) for goal in goals] == expected
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
