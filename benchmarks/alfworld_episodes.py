@@ -92,7 +92,12 @@ def main() -> None:
             f"{name:24} {row['steps_per_cpu_second']:15.0f} {row['steps_per_second']:9.0f} {row['reset_cpu_ms']:13.1f} "
             f"{row['memory_per_episode_mib']:9.2f}"
         )
-    result = {"games": "generated" if arguments.root is None else "given", "cores": os.cpu_count(), "rows": rows}
+    result = {
+        "games": "generated" if arguments.root is None else "given",
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "rows": rows,
+    }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -160,7 +160,12 @@ def main() -> None:
         shopper.turn()
 
     result = {
-        "machine": {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()},
+        "machine": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg(),
+        },
         "versions": {name: version(name) for name in ("bm25s", "thefuzz", "spacy", "numpy")},
         "load_s": load_s,
         "load_again_ms": again_ms,

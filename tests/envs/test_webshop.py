@@ -1,20 +1,24 @@
 """WebShop: against recorded episodes of the original, and rule by rule on a shop of four products."""
 
 import gzip
+import itertools
 import json
 import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("thefuzz", reason="WebShop needs its extra: pip install verl_bpo[webshop]")
 pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_bpo[webshop]")
 
-from verl_bpo.envs.webshop import WebshopEnvironment, nouns, pages
-from verl_bpo.envs.webshop.goals import sampling_weights
-from verl_bpo.envs.webshop.reward import option_matches
+from four_products import INSTRUCTIONS, PRODUCTS
+
+from verl_bpo.envs.webshop import WebshopEnvironment, catalogue, nouns, pages
+from verl_bpo.envs.webshop.goals import Goals, sampling_weights
+from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import TaskError
 
 
@@ -226,6 +230,63 @@ def test_what_the_page_does_not_offer_changes_nothing(shop, action):
     assert shop.step(action) == before
 
 
+def test_queries_that_name_a_page_of_the_site_mislead_the_way_back(shop):
+    # By the definition: "< Prev" goes by the first of search_results, item_page, item_sub_page that the address holds, and
+    # the address holds the query.
+    shop.reset("0")
+    results = play(shop, "search[shoes item_page]")
+    assert play(shop, "click[b000000001]", "click[features]", "click[< prev]") == results
+    play(shop, "search[shoes search_results]", "click[b000000001]")
+    nothing = play(shop, "click[< prev]")
+    assert nothing.text.endswith("Page 0 (Total results: 2) [SEP] Next >")
+    assert "Page 1 (Total results: 2)" in play(shop, "click[next >]").text
+
+
+def test_pages_are_counted_below_the_last_result_and_kept_behind_an_item(shop):
+    shop.reset("0")
+    play(shop, "search[shoes]", "click[next >]", "click[next >]")
+    assert "Page 2 (Total results: 2)" in play(shop, "click[< prev]").text
+    first = play(shop, "click[< prev]")
+    assert "click[< prev]" not in first.actions
+    assert shop.step("click[< prev]") == first  # not offered on the first page
+    assert play(shop, "click[b000000002]", "click[< prev]") == first
+
+
+def test_names_of_actions_are_case_sensitive_and_their_arguments_are_not(shop):
+    shop.reset("0")
+    assert "Page 1" in play(shop, "search[SHOES]").text
+    assert "Walking Shoes" in play(shop, "click[B000000002]").text
+    before = play(shop, "click[DESCRIPTION]")
+    assert shop.step("CLICK[< prev]") == shop.step(" click[< prev]") == before
+    assert shop.step("click[< prev] please") != before  # what follows the bracket is ignored, what stands before isn't
+
+
+def test_option_without_a_text_is_listed_and_cannot_be_clicked(tmp_path):
+    product = {
+        "asin": "B000000001", "name": "Mug", "full_description": "", "small_description": [""], "pricing": "$1",
+        "images": [""], "customization_options": {"Color": [{"value": " "}, {"value": "[x]"}, {"value": "É"}]},
+        "category": "c", "query": "q", "product_category": "p",
+    }  # fmt: skip
+    goal = {"instruction": "Find me a mug", "instruction_attributes": ["a"], "attributes": ["a"]}
+    (tmp_path / "items_shuffle_1000.json").write_text(json.dumps([product]))
+    (tmp_path / "items_ins_v2_1000.json").write_text(json.dumps({"B000000001": goal}))
+    shop = WebshopEnvironment(tmp_path, observation="text_rich")
+    shop.reset("0")
+    before = play(shop, "search[mug]", "click[b000000001]")
+    assert before.actions[-3:] == ("click[]", "click[[x]]", "click[é]")
+    assert "color\n  [button] [x] [button_]\n" in before.text
+    assert shop.step("click[]") == shop.step("click[[x]]") == before  # by the grammar of actions: the last [ opens
+    # Marked as clicked is what the address holds in double quotes; it holds options as ASCII JSON.
+    assert "  [button] é [button_]" in play(shop, "click[É]").text
+    assert shop.save_state().options == (("color", "é"),)
+
+
+def test_stem_of_a_lone_s_is_no_token_of_a_shop_without_one(shop):
+    shop.reset("0")
+    assert "Total results: 0" in shop.step("search[s]").text
+    assert "Total results: 2" in shop.step("search[women’s shoes]").text  # the words women, s and shoes
+
+
 def test_search_works_on_every_page(shop):
     shop.reset("0")
     observation = play(shop, "search[shoes]", "click[b000000001]", "click[features]", "search[tea]")
@@ -304,6 +365,47 @@ def test_purchase_without_a_noun_in_common_earns_nothing(shop):
     observation = play(shop, "search[tea]", "click[b000000003]", "click[buy now]")
     assert observation.info["reward_info"]["title_score"] == 0.0
     assert observation.reward == 0.0 and observation.terminated
+
+
+@pytest.mark.parametrize(
+    ("query", "category", "score", "expected"),
+    [
+        (True, True, 0.0, 0.0),  # nothing in common in the titles: nothing, whatever else matches
+        (True, True, 0.09, 0.1),
+        (False, False, 0.1, 0.5),
+        (False, False, 0.2, 0.5),  # at the threshold, not above it
+        (False, False, 0.21, 1.0),
+        (True, False, 0.1, 1.0),
+        (False, True, 0.1, 1.0),
+    ],
+)
+def test_every_branch_of_the_type_score(shop, query, category, score, expected):
+    """The definition: 1 if query, two categories or more than a fifth of the goal's nouns agree, else 0.5; 0.1 below a
+    tenth; 0 without any."""
+    goal = shop._catalogue.goals[0]
+    bought = shop._catalogue.products[shop._catalogue.index_of["B000000002"]]
+    bought = replace(
+        bought,
+        title="bought",
+        query=goal.product.query if query else "other",
+        product_category=goal.product.product_category if category else "Clothing",
+    )
+    shared = round(100 * score)
+    nouns_of = {
+        goal.product.title: tuple(f"n{i}" for i in range(100)),
+        "bought": (*(f"n{i}" for i in range(shared)), "more"),
+    }
+    reward, parts = purchase_reward(bought, 1.0, [], goal, nouns_of.__getitem__)
+    assert (parts["r_type"], parts["title_score"]) == (expected, score)
+    assert (parts["query_match"], parts["category_match"]) == (query, category)
+    met = parts["r_att"] * len(goal.attributes) + parts["r_price"]
+    assert reward == pytest.approx(expected * met / (len(goal.attributes) + len(goal.options) + 1))
+
+
+def test_goal_whose_title_has_no_noun_scores_a_fifth(shop):
+    goal = shop._catalogue.goals[0]
+    _, parts = purchase_reward(goal.product, 1.0, [], goal, lambda title: ())
+    assert parts["title_score"] == 0.2 and parts["r_type"] == 1.0  # by the query
 
 
 def test_options_match_by_colour_and_by_fuzzy_words():
@@ -408,6 +510,51 @@ def test_unknown_split_names_the_known_ones(small_shop):
 def test_unknown_task_names_the_range(shop, task):
     with pytest.raises(TaskError, match="tasks are 0 to 5"):
         shop.reset(task)
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_products_are_read_alike_through_any_window(tmp_path, monkeypatch, window, indent, ascii_only):
+    rows = [*PRODUCTS, {**PRODUCTS[2], "asin": "B000000009", "name": "Crème ] , [ } thé 日本", "pricing": "$3"}]
+    path = tmp_path / "products.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
+    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    seen = []
+    products = catalogue.Products(path, INSTRUCTIONS, seen.append)
+    known = {row["asin"]: row for row in reversed(rows)}  # the first one of an id counts
+    assert [product.asin for product in seen] == ["B000000001", "B000000002", "B000000003", "B000000009"]
+    assert [vars(product) for product in products] == [vars(product) for product in seen]
+    for product in products:
+        assert product.title == known[product.asin]["name"]
+        assert product.query == known[product.asin]["query"].lower().strip()
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1 2]", '[{"asin": "x"', '[{"asin": "nan"},', "null", "[}"])
+@pytest.mark.parametrize("window", [1, 1 << 20])
+def test_a_broken_product_file_is_refused_through_any_window(tmp_path, monkeypatch, text, window):
+    (tmp_path / "items_ins_v2_1000.json").write_text("{}")
+    (tmp_path / "items_shuffle_1000.json").write_text(text)
+    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    with pytest.raises(TaskError, match="items_shuffle_1000.json is no JSON|doesn't hold WebShop's data"):
+        WebshopEnvironment(tmp_path)
+
+
+def test_goals_are_numbered_as_all_combinations_in_order(small_shop):
+    """Against a slow version: every combination in the order of itertools.product over the names in alphabetical order."""
+    path = small_shop / "items_shuffle_1000.json"
+    products = catalogue.Products(path, INSTRUCTIONS, lambda product: None)
+    goals = Goals(products)
+    expected = []
+    for index, product in enumerate(products):
+        names = sorted(product.options)
+        combinations = list(itertools.product(*(product.options[name] for name in names)))
+        goals.add(index, "buy", ["a"], 10.0, combinations=len(combinations))
+        expected += [(product.asin, tuple(zip(names, values))) for values in combinations]
+    assert [(goal.product.asin, goal.options) for goal in goals] == expected
+    goals.shuffle(random.Random(233))
+    random.Random(233).shuffle(expected)
+    assert [(goal.product.asin, goal.options) for goal in goals] == expected
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):

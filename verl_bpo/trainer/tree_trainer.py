@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -36,6 +37,7 @@ from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
 from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, success_by_type, tree_metrics
 from verl_bpo.trainer.prepare import ESTIMATORS
+from verl_bpo.trainer.trajectories import Trajectories
 from verl_bpo.tree.branching import ScoreMemory
 
 STATE_FILE = "verl_bpo.json"
@@ -276,7 +278,7 @@ class TreeTrainer(PPOTrainerSync):
         return out
 
     def _stock_advantage(self, batch: KVBatchMeta, uids: list, extras: list, metrics: dict) -> KVBatchMeta:
-        """verl's own estimator, unchanged; a row that stands for a lost tree leaves its prompt's group."""
+        """verl's own estimator, unchanged, on trajectories; a row that stands for a lost tree leaves its prompt's group."""
         lost = [i for i, e in enumerate(extras) if (e.get("row") or {}).get("trajectory") == -1]
         if lost:
             renamed = list(uids)
@@ -285,7 +287,38 @@ class TreeTrainer(PPOTrainerSync):
             fields = TensorDict({}, batch_size=len(batch))
             fields["uid"] = np.array(renamed, dtype=object)
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-        return super()._compute_advantage(batch, metrics)
+        if self.bpo.prompt.context == "full":
+            return super()._compute_advantage(batch, metrics)
+        return self._joined_advantage(batch, metrics)
+
+    def _joined_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's ``_compute_advantage`` with the rows of a trajectory joined for the estimator."""
+        names = ["uid", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        uids, lengths = _plain_list(data.pop("uid")), data["response_mask"].offsets().diff().tolist()
+        trajectories, algorithm = Trajectories(batch.keys, lengths), self.config.algorithm
+        rows = DataProto(batch=data.to_padded_tensor())
+        # Every row of a trajectory carries its return; joined, it is paid once, at the end.
+        ends = torch.zeros(len(batch), 1)
+        ends[trajectories.last] = 1.0
+        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = rows.batch["rm_scores"] * ends
+        if algorithm.use_kl_in_reward:
+            rows, found = apply_kl_penalty(rows, kl_ctrl=self.kl_ctrl_in_reward, kl_penalty=algorithm.kl_penalty)
+            metrics.update(found)
+        correction, fields = algorithm.get("rollout_correction", None), []
+        if correction is not None and "rollout_log_probs" in rows.batch and not correction.get("bypass_mode", False):
+            rows, found = compute_rollout_correction_and_add_to_batch(rows, correction)
+            metrics.update(found)
+            fields = [name for name in ("response_mask", "rollout_is_weights") if name in rows.batch]
+        if algorithm.use_kl_in_reward:
+            fields.append("token_level_rewards")
+        result = trajectory_advantages(rows, trajectories, [uids[row] for row in trajectories.last], algorithm)
+        jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        values = {name: jagged([row[:n] for row, n in zip(rows.batch[name], lengths)]) for name in fields}
+        values |= {name: jagged(tokens) for name, tokens in result.items()}
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(values, batch_size=len(batch))
+        )
 
     @staticmethod
     def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> TreeBatch:
@@ -363,6 +396,29 @@ class TreeTrainer(PPOTrainerSync):
             state = json.loads(file.read_text())
             self.totals.update(state["totals"])
             self.memory.steps.extend(state.get("scores", []))
+
+
+def trajectory_advantages(
+    rows: DataProto, trajectories: Trajectories, uids: list[str], algorithm: Any
+) -> dict[str, list[torch.Tensor]]:
+    """``advantages`` and ``returns`` of each row's tokens by verl's estimator, which sees whole trajectories.
+
+    Args:
+        rows: tensors [rows, tokens], of them ``response_mask`` and ``token_level_rewards``.
+        uids: each trajectory's prompt.
+    """
+    shape = rows.batch["response_mask"].shape
+    tensors = {name: trajectories.join(x) for name, x in rows.batch.items() if x.shape == shape}
+    joined = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)})
+    joined = compute_advantage(
+        joined,
+        adv_estimator=algorithm.adv_estimator,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+        config=algorithm,
+    )
+    return {name: trajectories.split(joined.batch[name]) for name in ("advantages", "returns")}
 
 
 def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwargs: dict | None = None) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import random
 import re
+import sys
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from verl_bpo.envs.webshop.goals import Goal, human_goals, synthetic_goals
+from verl_bpo.envs.webshop.goals import Goals, human_goals, synthetic_goals
 from verl_bpo.envs.webshop.nouns import title_nouns
 from verl_bpo.envs.webshop.search import MAX_RESULTS, Bm25sSearch, PyseriniSearch
 from verl_bpo.sandbox.base import TaskError
@@ -23,6 +27,9 @@ HUMAN_FILE = "items_human_ins.json"
 
 _SHUFFLE_SEED = 233
 _DEFAULT_PRICE = 100.0
+_WINDOW = 1 << 24
+_PARSED = 8192
+"""Products kept parsed: all of the small shop, and those that episodes look at of the large one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +63,57 @@ class Product:
         return " ".join([self.title, self.description, self.bullets[0] if self.bullets else "", options]).lower()
 
 
+class Products(Sequence[Product]):
+    """The products of a file, in its order, which breaks ties and decides the order of random draws.
+
+    The full shop has more than a million, of which an episode sees a few dozen: so a product is parsed when it is looked at,
+    out of the mapped file, which the processes of a machine share. Kept in memory is what concerns all of them: where each
+    one stands, its id, ``categories``, ``queries`` and attributes.
+
+    Raises:
+        ValueError: the file is no JSON.
+        KeyError, TypeError, AttributeError: it holds something other than products.
+    """
+
+    def __init__(self, path: Path, instructions: dict[str, dict[str, Any]], seen: Callable[[Product], None]) -> None:
+        """``seen`` is called with each product once, in order."""
+        with open(path, "rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._spans = array("Q")
+        self._attributes: list[tuple[str, ...]] = []
+        self.index_of: dict[str, int] = {}
+        self.categories: list[str] = []
+        self.queries: list[str] = []
+        for start, end, row in _records(self._data):
+            asin = row["asin"]
+            if asin == "nan" or len(asin) > 10 or asin in self.index_of:
+                continue
+            attributes = instructions.get(asin, {}).get("attributes", ["DUMMY_ATTR"])
+            attributes = tuple(sys.intern(attribute) for attribute in attributes)
+            product = _product(row, attributes)
+            self.index_of[asin] = len(self.index_of)
+            self._spans.extend((start, end))
+            self._attributes.append(attributes)
+            self.categories.append(sys.intern(product.category))
+            self.queries.append(sys.intern(product.query))
+            seen(product)
+        self._parsed = lru_cache(_PARSED)(self._parse)
+
+    def __len__(self) -> int:
+        return len(self._attributes)
+
+    def __getitem__(self, index: int) -> Product:
+        return self._parsed(index)
+
+    def _parse(self, index: int) -> Product:
+        attributes = self._attributes[index]
+        return _product(json.loads(self._data[self._spans[2 * index] : self._spans[2 * index + 1]]), attributes)
+
+
 class Catalogue:
     """A loaded shop. Read-only, so any number of episodes and threads may share it.
 
     Args:
-        products: in the order of their file, which breaks ties and decides the order of random draws.
         prices: the price of each product in dollars.
         goals: in the order of their task ids.
         search: from a query to product indices, best first.
@@ -69,9 +122,9 @@ class Catalogue:
 
     def __init__(
         self,
-        products: list[Product],
-        prices: list[float],
-        goals: list[Goal],
+        products: Products,
+        prices: Sequence[float],
+        goals: Goals,
         search: Callable[[str], tuple[int, ...]],
         nouns: Callable[[str], tuple[str, ...]],
     ) -> None:
@@ -79,7 +132,7 @@ class Catalogue:
         self.prices = prices
         self.goals = goals
         self.nouns = nouns
-        self.index_of = {product.asin: index for index, product in enumerate(products)}
+        self.index_of = products.index_of
         self._search = search
         # Trees ask the same few queries again and again: forks share their trunk's, and every results page asks anew.
         self.search = lru_cache(maxsize=4096)(self._find)
@@ -98,9 +151,9 @@ class Catalogue:
             return tuple(random.Random(seed).sample(everything, min(MAX_RESULTS, len(everything))))
         if words[0] == "<c>":
             category = "".join(words[1:2]).strip()
-            return tuple(i for i in everything if self.products[i].category == category)
+            return tuple(i for i, known in enumerate(self.products.categories) if known == category)
         if words[0] == "<q>":
-            return tuple(i for i in everything if self.products[i].query == rest)
+            return tuple(i for i, known in enumerate(self.products.queries) if known == rest)
         if words[0] == "<a>":
             return tuple(i for i in everything if rest in self.products[i].attributes)
         return self._search(query)
@@ -126,23 +179,34 @@ def load_catalogue(
 def _load(data_dir: str, products: str, goals: str, search: str, index_dir: str | None, seed: int) -> Catalogue:
     folder = Path(data_dir)
     instructions = _read(folder / INSTRUCTION_FILES[products])
+    # The original draws prices and price limits from an unseeded generator, in this order, then shuffles the goals with a
+    # seed of its own.
+    draw = random.Random(seed)
+    prices, combinations = array("d"), array("Q")
+
+    def seen(product: Product) -> None:
+        prices.append(_price(product, draw))
+        combinations.append(math.prod(map(len, product.options.values())))
+
+    path = folder / PRODUCT_FILES[products]
     try:
-        items = _products(_read(folder / PRODUCT_FILES[products]), instructions)
-        # The original draws prices and price limits from an unseeded generator, in this order, then shuffles the goals
-        # with a seed of its own.
-        draw = random.Random(seed)
-        prices = [_price(item, draw) for item in items]
+        items = Products(path, instructions, seen)
         if goals == "human":
             found = human_goals(items, prices, _read(folder / HUMAN_FILE), draw)
         else:
-            found = synthetic_goals(items, prices, instructions, draw)
-    except (KeyError, TypeError, AttributeError) as error:
+            found = synthetic_goals(items, prices, combinations, instructions, draw)
+    except OSError as error:
+        raise _missing(path, error) from error
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{path} is no JSON ({error}): download it again") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise TaskError(f"{folder} doesn't hold WebShop's data ({type(error).__name__}: {error})") from error
-    random.Random(_SHUFFLE_SEED).shuffle(found)
+    found.shuffle(random.Random(_SHUFFLE_SEED))
+    del instructions
     if search == "pyserini":
-        index: Any = PyseriniSearch(index_dir, [item.asin for item in items])
+        index: Any = PyseriniSearch(index_dir, list(items.index_of))
     else:
-        index = Bm25sSearch([item.document for item in items])
+        index = Bm25sSearch(item.document for item in items)
     return Catalogue(items, prices, found, index, title_nouns())
 
 
@@ -150,38 +214,76 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise TaskError(
-            f"no {path} ({error.strerror}): get it with WebShop's setup.sh, and name its data folder with data_dir or "
-            f"WEBSHOP_DATA"
-        ) from error
+        raise _missing(path, error) from error
     except ValueError as error:
         raise TaskError(f"{path} is no JSON ({error}): download it again") from error
 
 
-def _products(rows: list[dict[str, Any]], instructions: dict[str, dict[str, Any]]) -> list[Product]:
-    products: dict[str, Product] = {}
-    for row in rows:
-        asin = row["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in products:
-            continue
-        bullets = row["small_description"]
-        products[asin] = Product(
-            asin=asin,
-            title=row["name"],
-            description=row["full_description"],
-            bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
-            prices=_price_range(row.get("pricing")),
-            options={
-                name.lower(): tuple(_option_value(content["value"]) for content in contents)
-                for name, contents in (row["customization_options"] or {}).items()
-                if contents is not None
-            },
-            attributes=tuple(instructions.get(asin, {}).get("attributes", ["DUMMY_ATTR"])),
-            category=row["category"],
-            query=row["query"].lower().strip(),
-            product_category=row["product_category"],
-        )
-    return list(products.values())
+def _missing(path: Path, error: OSError) -> TaskError:
+    return TaskError(
+        f"no {path} ({error.strerror}): get it with WebShop's setup.sh, and name its data folder with data_dir or WEBSHOP_DATA"
+    )
+
+
+def _records(data: mmap.mmap) -> Iterator[tuple[int, int, Any]]:
+    """Start, end and content of each entry of a JSON array, without ever holding more than a window of it.
+
+    Raises:
+        json.JSONDecodeError: it isn't one.
+    """
+    decode, size = json.JSONDecoder().raw_decode, len(data)
+    base, width, text, at = 0, _WINDOW, "", 0
+    expected = "["
+    while True:
+        # In Latin-1 every byte is one character, so that places in the text are places in the file.
+        text, base, at = data[base + at : base + at + width].decode("latin-1"), base + at, 0
+        whole = base + len(text) == size
+        while True:
+            token = _SEPARATOR.match(text, at)
+            mark, begin = token[1], token.end()
+            if begin == len(text) and not whole:
+                break  # the next entry may start in the next window
+            if mark == "]" and expected == ",":
+                return
+            if mark != expected:
+                raise json.JSONDecodeError("expected an array of products", text, begin)
+            if expected == "[" and text[begin : begin + 1] == "]":
+                return
+            try:
+                row, end = decode(text, begin)
+            except json.JSONDecodeError:
+                if whole:
+                    raise
+                break
+            if not text[begin:end].isascii():
+                row = json.loads(data[base + begin : base + end])
+            yield base + begin, base + end, row
+            at, expected, width = end, ",", _WINDOW
+        if at == 0:
+            width *= 2  # an entry longer than the window
+
+
+_SEPARATOR = re.compile(r"[ \t\r\n]*([\[\],]?)[ \t\r\n]*")
+
+
+def _product(row: dict[str, Any], attributes: tuple[str, ...]) -> Product:
+    bullets = row["small_description"]
+    return Product(
+        asin=row["asin"],
+        title=row["name"],
+        description=row["full_description"],
+        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
+        prices=_price_range(row.get("pricing")),
+        options={
+            name.lower(): tuple(_option_value(content["value"]) for content in contents)
+            for name, contents in (row["customization_options"] or {}).items()
+            if contents is not None
+        },
+        attributes=attributes,
+        category=row["category"],
+        query=row["query"].lower().strip(),
+        product_category=row["product_category"],
+    )
 
 
 def _price_range(pricing: str | None) -> tuple[float, ...]:

@@ -181,7 +181,11 @@ class WebshopEnvironment(Environment):
             product = self._catalogue.index_of[asin]
             return state._replace(page="item", product=product, visited=state.visited | {asin})
         if text == pages.PREVIOUS.lower():
-            if state.page == "item":
+            # The original reads the page's name off an address that holds query and options, whose words mislead it.
+            address = f"{state.query} {state.options}"
+            if "search_results" in address:
+                return state._replace(page="results", number=state.number - 1, product=-1, options=())
+            if state.page == "item" or "item_page" in address:
                 return state._replace(page="results", product=-1, options=())
             return state._replace(page="item")
         if text in _SUB_PAGES:

@@ -83,7 +83,7 @@ def clickables(page: Page) -> tuple[str, ...]:
 
 def plain_text(page: Page) -> str:
     """The original's ``text`` mode."""
-    return " [SEP] ".join([text.strip() for text, _ in page])
+    return " [SEP] ".join([text.strip() for text, _ in page if text])
 
 
 def rich_text(page: Page, address: str, visited: Collection[str]) -> str:
@@ -96,6 +96,8 @@ def rich_text(page: Page, address: str, visited: Collection[str]) -> str:
     """
     lines, clicked = [], []
     for text, role in page:
+        if not text:
+            continue
         if role == "text":
             lines.append(text)
         elif role == "button":
@@ -121,11 +123,12 @@ def _texts(*texts: str) -> Page:
 
 def _page(*parts: Page) -> Page:
     """Join parts, with white space as an HTML parser leaves it: no empty strings, and a string of nothing but white
-    space vanishes with its line break or else becomes one blank."""
+    space vanishes with its line break or else becomes one blank. An option without a text stays: it shows nothing, but the
+    original lists it among what can be clicked."""
     page = []
     for part in parts:
         for text, role in part:
-            if not text.strip(" \t\n\f\r"):
+            if role != "option" and not text.strip(" \t\n\f\r"):
                 if not text or "\n" in text:
                     continue
                 text = " "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 MAX_RESULTS = 50
 """A query finds at most this many products."""
@@ -30,16 +32,27 @@ class Bm25sSearch:
         ImportError: bm25s or PyStemmer isn't installed.
     """
 
-    def __init__(self, documents: Sequence[str]) -> None:
+    def __init__(self, documents: Iterable[str]) -> None:
         try:
             import bm25s
             import Stemmer
         except ImportError as error:
             raise ImportError(f"WebShop's search needs bm25s: pip install bm25s PyStemmer ({error})") from error
         self._stem = Stemmer.Stemmer("porter").stemWords
+        vocabulary: dict[str, int] = {}
+        number_of: dict[str, int | None] = dict.fromkeys(_STOP_WORDS)  # by word, so that each is stemmed once
+        rows = []
+        for document in documents:
+            words = _WORD.findall(document.lower())
+            for word in words:
+                if word not in number_of:
+                    number_of[word] = vocabulary.setdefault(self._stem([word])[0], len(vocabulary))
+            numbers = (number_of[word] for word in words)
+            rows.append(np.array([number for number in numbers if number is not None], dtype=np.int32))
         self._index = bm25s.BM25(k1=_K1, b=_B, method="lucene")
-        self._index.index([self.tokens(document) for document in documents], show_progress=False)
-        self._results = min(MAX_RESULTS, len(documents))
+        # The stem of "s" is the empty string, which bm25s would add as a token without scores if no document had it.
+        self._index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+        self._results = min(MAX_RESULTS, len(rows))
 
     def tokens(self, text: str) -> list[str]:
         return self._stem([word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS])
