@@ -209,7 +209,8 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
     highest = max(r.curve[["val", "train"]].max().max() for r in runs)
     lowest = min(r.curve[["val", "train"]].min().min() for r in runs)
     share = lowest >= 0 and highest <= 1
-    train = any(r.curve["train"].notna().any() for r in runs)
+    # Of more methods they would hide what counts.
+    train = len(names) <= 3 and any(r.curve["train"].notna().any() for r in runs)
     handles = []
     for number, name in enumerate(names):
         seeds = [r for r in runs if r.name == name]
@@ -218,7 +219,7 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
         label = name if len(seeds) == 1 else f"{name} (mean of {len(seeds)} seeds, band: ± one standard deviation)"
         handles.append(Line2D([], [], color=colour, ls=dash, lw=2.2, marker="o", ms=4, label=label))
         curves = {"val": mean_curve(seeds, "val")}
-        if any(r.curve["train"].notna().any() for r in seeds):
+        if train and any(r.curve["train"].notna().any() for r in seeds):
             curves["train"] = mean_curve(seeds, "train")
         for axis, axes in zip(AXES, grid.flat):
             for kind, curve in curves.items():
