@@ -26,6 +26,7 @@ from verl_bpo.advantages.sapo import turn_boundaries
 from verl_bpo.model.value_readout import attach_value_readout, boundary_positions
 from verl_bpo.platform.generator import ContinuousBatcher
 from verl_bpo.platform.sampling import SamplingParams
+from verl_bpo.platform.vllm import READOUT, StateValues
 
 RESULTS = Path(__file__).parent / "results" / "readout_cost.json"
 ROWS, TURNS, ACTION, OBSERVATION, PROMPT = 4, 10, 8, 56, 64
@@ -129,6 +130,22 @@ def generation(hidden: int, layers: int, repeats: int) -> dict[str, dict[str, fl
     return {"V while generating": ratio(lambda: run(None), lambda: run(head), repeats)}
 
 
+def sampling(hidden: int, repeats: int) -> dict[str, dict[str, float]]:
+    """What vLLM's worker adds to the logits of 64 sampled tokens: V of the hidden states that they are computed from."""
+    states, unembedding = torch.randn(64, hidden), torch.randn(8192, hidden)
+    readout = StateValues()
+    readout.take([(f"{READOUT}.weight", torch.randn(2, hidden)), (f"{READOUT}.bias", torch.zeros(2))])
+
+    def logits(read: bool) -> None:
+        for _ in range(200):
+            if read:
+                readout.read(states)
+            torch.nn.functional.linear(states, unembedding)
+
+    with torch.no_grad():
+        return {"V beside the logits of 64 tokens": ratio(lambda: logits(False), lambda: logits(True), repeats)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
@@ -137,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     size = (arguments.hidden, arguments.layers, arguments.repeats)
-    found = {**training(*size), **generation(*size)}
+    found = {**training(*size), **generation(*size), **sampling(arguments.hidden, arguments.repeats)}
     for name, value in found.items():
         low, high = value["quartiles"]
         print(f"{name:45s} {value['seconds']:8.3f} s   {value['added_percent']:+6.2f}%   ({low:+.2f}% to {high:+.2f}%)")
