@@ -139,11 +139,12 @@ def test_a_key_misspelt_in_a_yaml_file_is_found(tmp_path):
     assert report.problems == ["unknown key trainer.test_frequency: did you mean trainer.test_freq?"]
 
 
-def test_the_command_takes_hydras_options_in_any_order(capsys, monkeypatch):
+def test_the_command_takes_hydras_options_in_any_order(capsys, monkeypatch, tmp_path):
     from verl_bpo import cli
 
     monkeypatch.chdir(REPOSITORY)
-    arguments = "bpo.seed=7 --config-dir recipes/quickstart --dry-run --config-name quickstart --gpu-memory 24"
+    arguments = "bpo.seed=7 --config-dir recipes/quickstart --dry-run --config-name quickstart --gpu-memory 24 "
+    arguments += f"root={tmp_path}"
     monkeypatch.setattr("sys.argv", ["verl-bpo", "train", *arguments.split(), "bpo.nothing=1"])
     assert cli.main() == 1
     assert "nothing" in capsys.readouterr().out
