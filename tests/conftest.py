@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -23,8 +24,5 @@ def benchmark_data() -> Path:
 @pytest.fixture(autouse=True)
 def same_environment_variables():
     """A run's preparation sets variables for its workers; the next test must not see them."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    with patch.dict(os.environ):
+        yield

@@ -10,10 +10,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from test_swebench import play
 
 from verl_bpo.config.schema import build
 from verl_bpo.envs.make_repairs import make_repairs
-from verl_bpo.envs.shell import SUBMIT
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
 from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.prepare import load_rows, prepare
@@ -154,14 +154,6 @@ def left():
     label = f"label=verl-bpo-owner={_myself()}"
     lines = [[*ENGINE.split(), *what, "--filter", label] for what in (["ps", "-aq"], ["images", "-q"])]
     return [name for line in lines for name in subprocess.run(line, capture_output=True, text=True).stdout.split()]
-
-
-def play(environment, task, *actions):
-    environment.reset(task)
-    for action in (*actions, f"echo {SUBMIT}"):
-        last = environment.step(action)
-    assert last.terminated
-    return last.reward
 
 
 OUTSIDE_THE_REPOSITORY = (

@@ -679,7 +679,7 @@ def test_a_tree_beyond_the_budget_stays_whole_where_chunks_are_cheaper_than_cutt
     run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
     prompt = run(60)
     rows = [prompt + run(10) for _ in range(9)]  # 150 tokens; cut for 100 into two pieces of 100 and one of 70
-    chunks = lambda whole: [part.chunks for part in plan_micro_batches(rows, [0] * 9, 100, whole=whole)]  # noqa: E731
+    chunks = lambda whole: [part.chunks for part in plan_micro_batches(rows, [0] * 9, 100, chunked_cost=whole)]  # noqa: E731
     assert chunks(None) == chunks(2) == [1, 1, 1]
     assert chunks(4 / 3) == chunks(1) == chunks(0) == [2]
 
@@ -687,13 +687,13 @@ def test_a_tree_beyond_the_budget_stays_whole_where_chunks_are_cheaper_than_cutt
 def test_a_tree_that_fits_is_never_computed_in_chunks():
     rows, trees = forest(0)
     budget = 2 * max(pack_rows([r for r, u in zip(rows, trees) if u == t]).unique_tokens for t in set(trees))
-    assert plan_micro_batches(rows, trees, budget, whole=0) == sorted(
+    assert plan_micro_batches(rows, trees, budget, chunked_cost=0) == sorted(
         plan_micro_batches(rows, trees, budget), key=lambda p: -pack_rows([rows[r] for r in p.rows]).unique_tokens
     )
 
 
 def test_a_row_beyond_the_budget_is_computed_in_chunks_where_that_is_allowed():
-    assert [p.chunks for p in plan_micro_batches([[1] * 9, [2]], [0, 1], 4, whole=4 / 3)] == [3, 1]
+    assert [p.chunks for p in plan_micro_batches([[1] * 9, [2]], [0, 1], 4, chunked_cost=4 / 3)] == [3, 1]
 
 
 @pytest.mark.parametrize("cells", [1, 2, 3, 5])
@@ -764,7 +764,7 @@ def test_ranks_agree_on_the_number_of_micro_batches(monkeypatch):
 def test_ranks_agree_on_the_number_of_chunks(monkeypatch):
     """A forward more on one rank than on another would leave a sharded model waiting."""
     big, small = forest(0), forest(1, count=1)
-    plans = _in_ranks(lambda r: plan_micro_batches(*(big, small)[r], 60, group=object(), whole=0), monkeypatch)
+    plans = _in_ranks(lambda r: plan_micro_batches(*(big, small)[r], 60, group=object(), chunked_cost=0), monkeypatch)
     counts = [[part.chunks for part in plan] for plan in plans]
     assert counts[0] == counts[1] and max(counts[0]) > 1
     for data, plan in zip((big, small), plans):

@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_bpo.envs import load_environment
-from verl_bpo.envs.shell import ShellEnvironment
+from verl_bpo.envs import is_shell, load_environment
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.volatile import hide
@@ -130,8 +129,7 @@ class _Checker:
     ) -> None:
         self.env, self.make, self.tasks, self.kwargs = env, make, tasks, kwargs
         self.seed, self.max_turns = seed, max_turns
-        self.volatile = load_environment(env).volatile
-        self.by_commands = issubclass(load_environment(env), ShellEnvironment)
+        self.volatile, self.by_commands = load_environment(env).volatile, is_shell(env)
         self.episodes: list[Episode] = []
         self.report = CheckReport()
 
@@ -304,10 +302,7 @@ class _Checker:
             except SnapshotUnsupported as error:
                 raise Difference(f"no snapshots: {error}") from error
             finally:
-                for held in (*branches, sandbox):
-                    held.close()
-                for snapshot in snapshots:
-                    snapshot.release()
+                _let_go([*snapshots, sandbox, *branches])
         return "every turn of every episode, in any order, more than once"
 
     def _twice(self) -> str:
@@ -334,14 +329,13 @@ class _Checker:
                         _same(
                             episode, number, self._turn(observation), f"{why}, or declare what may differ as volatile"
                         )
-                        _same_state(episode, number, _digest(branch), why)
+                        _same_state(episode, number, branch.digest(), why)
                         for kind, pattern in self.volatile.items():
                             hidden[kind] += len(re.findall(pattern, observation.text))
                 if not again:
                     time.sleep(APART)
         finally:
-            for thing in (*reversed(held), *started):
-                thing.close() if isinstance(thing, MemorySandbox) else thing.release()
+            _let_go([*started, *held])
         state = ", and so is what they leave behind after every turn" if self.episodes[0].digests[0] is not None else ""
         left_out = ", ".join(f"{count} {kind}" for kind, count in hidden.items() if count)
         return f"two plays of each episode {APART} s apart are equal{state}" + (
@@ -376,8 +370,7 @@ class _Checker:
                     turned = self._turn(nested[0].step(episode.actions[turn]))
                     _same(episode, turn + 1, turned, f"in a fork of a fork: {why}")
             finally:
-                for thing in reversed(held):
-                    thing.close() if isinstance(thing, MemorySandbox) else thing.release()
+                _let_go(held)
         return "forks, their origin and forks of forks go on alike and apart"
 
     def _independence(self) -> str:
@@ -518,11 +511,10 @@ def _place(episode: Episode, number: int) -> str:
     return f"task {episode.task}, {episode.kind} episode, {before}"
 
 
-def _digest(branch: MemorySandbox) -> dict[str, str] | None:
-    """Of the environment in the branch's state."""
-    with branch._world.lock:
-        branch._wake()
-        return branch._world.environment.digest()
+def _let_go(held: Sequence[Any]) -> None:
+    """Close sandboxes and release snapshots, the last first."""
+    for thing in reversed(held):
+        thing.close() if isinstance(thing, MemorySandbox) else thing.release()
 
 
 def _apart(was: Any, now: Any) -> str:

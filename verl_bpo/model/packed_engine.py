@@ -182,8 +182,8 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
     # --- micro-batches ----------------------------------------------------------------------------------------------
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        whole = CHUNKED_COST[self.frugal][forward_only]
-        with _tree_micro_batches(whole):
+        chunked_cost = CHUNKED_COST[self.frugal][forward_only]
+        with _tree_micro_batches(chunked_cost):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
 
@@ -195,7 +195,7 @@ class PackedReadoutEngine(ValueReadoutEngine, PackedTreeEngine):
         tu.assign_non_tensor(micro_batch, use_remove_padding=True)  # the readout's positions then count row tokens
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.readout is not None:
-            at, index = self.readout._positions, self._tree.row_index
+            at, index = self.readout.positions, self._tree.row_index
             self.readout.begin(ReadPositions(index[at.state], index[at.action], self._tree.unique_tokens))
         return inputs, output_args
 
@@ -207,19 +207,19 @@ class PackedReadoutEngine(ValueReadoutEngine, PackedTreeEngine):
             values = self.readout.end()
             return values.state, values.action
 
-        at = self.readout._positions
+        at = self.readout.positions
         return HiddenReads((at.state, at.action), lambda at, n: self.readout.begin(ReadPositions(*at, n)), end)
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, *args: Any, **kw: Any
     ) -> dict:
         if self.readout is not None and isinstance(output, RowOutputs):
-            self.readout._values = ReadValues(*output.reads)  # as if the readout had seen all tokens at once
+            self.readout.values = ReadValues(*output.reads)  # as if the readout had seen all tokens at once
         return super().prepare_model_outputs(output, output_args, micro_batch, *args, **kw)
 
 
 @contextmanager
-def _tree_micro_batches(whole: float | None) -> Iterator[None]:
+def _tree_micro_batches(chunked_cost: float | None) -> Iterator[None]:
     """verl 0.9.1's engine cuts micro-batches by a function of its module, for which it has no override."""
     stock = transformer_impl.prepare_micro_batches
 
@@ -228,7 +228,12 @@ def _tree_micro_batches(whole: float | None) -> Iterator[None]:
             return stock(data=data, dp_group=dp_group, same_micro_num_in_dp=same_micro_num_in_dp, **kwargs)
         group = dp_group if same_micro_num_in_dp else None
         plan = plan_micro_batches(
-            data["input_ids"], _tree_keys(data), int(data["max_token_len_per_gpu"]), group, get_device_name(), whole
+            data["input_ids"],
+            _tree_keys(data),
+            int(data["max_token_len_per_gpu"]),
+            group,
+            get_device_name(),
+            chunked_cost,
         )
         micro_batches = [tu.index_select_tensor_dict(data, part.rows) for part in plan]
         for micro_batch, part in zip(micro_batches, plan):

@@ -104,8 +104,10 @@ class ValueReadout(nn.Module):
         self.grad_scale = grad_scale
         self.measure_gradients = False
         """Whether :meth:`pop_gradient_squares` has something to tell: costs one pass over the gradient at the top."""
-        self._positions: ReadPositions | None = None
-        self._values: ReadValues | None = None
+        self.positions: ReadPositions | None = None
+        """Where the next forward reads; None: nowhere."""
+        self.values: ReadValues | None = None
+        """What it read there."""
         self._squares: dict[str, Tensor | float] = {"policy": 0.0, "value": 0.0}
 
     def reset(self) -> None:
@@ -134,14 +136,14 @@ class ValueReadout(nn.Module):
         try:
             yield values
         except BaseException:
-            self._positions = self._values = None
+            self.positions = self.values = None
             raise
         self.end()
 
     def begin(self, positions: ReadPositions) -> ReadValues:
         """Ask the next forward for values at ``positions``; they arrive in the object that this returns."""
-        self._positions, self._values = positions, ReadValues()
-        return self._values
+        self.positions, self.values = positions, ReadValues()
+        return self.values
 
     def end(self) -> ReadValues:
         """The values read since :meth:`begin`.
@@ -149,7 +151,7 @@ class ValueReadout(nn.Module):
         Raises:
             UnsupportedModel: the model's forward never came to its output embedding, as with fused loss kernels.
         """
-        values, self._positions, self._values = self._values, None, None
+        values, self.positions, self.values = self.values, None, None
         if values is None or values.state is None:
             raise UnsupportedModel(
                 "the model's forward did not run its output embedding as a module, so the value readout saw no hidden "
@@ -159,12 +161,12 @@ class ValueReadout(nn.Module):
 
     def _before_logits(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hook on the output embedding, whose input is the final hidden states [B, T, H]."""
-        if self._positions is None:
+        if self.positions is None:
             return None
-        if self._values.state is not None:
+        if self.values.state is not None:
             raise UnsupportedModel("the model ran its output embedding twice while the value readout was reading once")
         hidden = args[0]
-        flat, at = hidden.flatten(0, -2), self._positions
+        flat, at = hidden.flatten(0, -2), self.positions
         if flat.shape[0] != at.tokens:
             raise UnsupportedModel(
                 f"the output embedding got {flat.shape[0]} of the forward's {at.tokens} tokens, so positions would be off: "
@@ -176,7 +178,7 @@ class ValueReadout(nn.Module):
         elif hidden.requires_grad:
             for read in (state, action):
                 self._scale_and_measure(read)
-        self._values.state, self._values.action = self(state, action)
+        self.values.state, self.values.action = self(state, action)
         if not (self.measure_gradients and hidden.requires_grad):
             return None
         policy = hidden.view_as(hidden)  # a name of its own for the gradient that comes from the logits alone

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_bpo.config.schema import EnvConfig
 from verl_bpo.envs import is_shell
 from verl_bpo.sandbox import SandboxPool
+
+if TYPE_CHECKING:
+    from verl_bpo.rollout.ray_workers import RayWorkers
 
 
 class Pools:
@@ -17,13 +19,11 @@ class Pools:
     def __init__(self, spec: EnvConfig) -> None:
         self.spec = spec
         self._pools: dict[str, SandboxPool] = {}
-        self._end_workers: Callable[[], None] = lambda: None
-        self._make_worker = None
+        self._make_worker: RayWorkers | None = None
         if spec.placement.where == "ray":
             from verl_bpo.rollout.ray_workers import RayWorkers
 
             self._make_worker = RayWorkers(spec.placement)
-            self._end_workers = self._make_worker.close
 
     def __getitem__(self, env: str) -> SandboxPool:
         if env not in self._pools:
@@ -45,7 +45,8 @@ class Pools:
         """End all their processes."""
         for pool in self._pools.values():
             pool.close()
-        self._end_workers()
+        if self._make_worker is not None:
+            self._make_worker.close()
 
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:

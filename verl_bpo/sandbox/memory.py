@@ -80,6 +80,12 @@ class MemorySandbox(Sandbox):
             self.env_steps += 1
             return observation
 
+    def digest(self) -> dict[str, str] | None:
+        """The environment's own, in this branch's state."""
+        with self._world.lock:
+            self._wake()
+            return self._world.environment.digest()
+
     def snapshot(self) -> Snapshot:
         world = self._world
         with world.lock:

@@ -57,13 +57,13 @@ def plan_micro_batches(
     max_tokens: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    whole: float | None = None,
+    chunked_cost: float | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_tokens`` unique tokens, trees whole as far as they fit.
 
     A tree that is too large is cut between neighbouring branches, which share the most; the result stays correct and
-    only computes the shared part again. Or, with ``whole``, it is one micro-batch that is computed in chunks. Every rank
-    of ``group`` gets the same number of micro-batches, and of chunks in each.
+    only computes the shared part again. Or, with ``chunked_cost``, it is one micro-batch that is computed in chunks.
+    Every rank of ``group`` gets the same number of micro-batches, and of chunks in each.
 
     Args:
         rows: token ids, as for :func:`trie.pack_rows`.
@@ -71,19 +71,19 @@ def plan_micro_batches(
         max_tokens: budget in unique tokens of one micro-batch, or of its chunks.
         group: ranks that must agree on the counts; None: this process alone.
         device: where a tensor for the agreement may live (the accelerator, for NCCL).
-        whole: what computing a token in chunks costs, relative to computing it in one piece: a tree stays whole where
+        chunked_cost: what computing a token in chunks costs, relative to computing it in one piece: a tree stays whole where
             that is cheaper than cutting it, and where one of its rows exceeds the budget. None: never.
 
     Raises:
-        ValueError: a row alone exceeds the budget and ``whole`` is None, or a rank has fewer rows than another rank needs
-            micro-batches. All ranks raise together.
+        ValueError: a row alone exceeds the budget and ``chunked_cost`` is None, or a rank has fewer rows than another
+            rank needs micro-batches. All ranks raise together.
     """
     tokens, offsets = _flatten(rows)
     sizes = np.diff(offsets)
-    longest, count = int(sizes.max(initial=0)) if whole is None else 0, 0
+    longest, count = int(sizes.max(initial=0)) if chunked_cost is None else 0, 0
     bins: list[list[_Unit]] = []
     if longest <= max_tokens:
-        bins = _pack(_units(tokens, offsets, trees, max_tokens, whole), max_tokens)
+        bins = _pack(_units(tokens, offsets, trees, max_tokens, chunked_cost), max_tokens)
         count = len(bins)
     longest, count, few = _agree([longest, count, -len(sizes)], group, device)
     if longest > max_tokens:
@@ -96,7 +96,7 @@ def plan_micro_batches(
     while len(bins) < count:
         _split_largest(bins)
     chunks = [1] * count
-    if whole is not None:
+    if chunked_cost is not None:
         bins.sort(key=lambda units: -sum(u.unique for u in units))  # large ones meet large ones of other ranks
         wanted = [-(-sum(u.unique for u in units) // max_tokens) for units in bins]
         fewest = [-max(max(u.sizes) for u in units) for units in bins]  # a chunk needs a token at least
@@ -149,9 +149,13 @@ def place_rows(
 
 
 def _units(
-    tokens: np.ndarray, offsets: np.ndarray, trees: Sequence[Hashable], max_tokens: int, whole: float | None = None
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    trees: Sequence[Hashable],
+    max_tokens: int,
+    chunked_cost: float | None = None,
 ) -> list[_Unit]:
-    """Trees, cut where they exceed the budget and where that costs less than ``whole`` times the tree."""
+    """Trees, cut where they exceed the budget and where that costs less than ``chunked_cost`` times the tree."""
     members: dict[Hashable, list[int]] = {}
     for row, tree in enumerate(trees):
         members.setdefault(tree, []).append(row)
@@ -160,8 +164,8 @@ def _units(
         parts = [tokens[offsets[r] : offsets[r + 1]] for r in rows]
         order, shared = sort_rows(np.concatenate(parts), np.concatenate([[0], np.cumsum([len(p) for p in parts])]))
         rest = _Unit([rows[i] for i in order], [len(parts[i]) for i in order], shared.tolist())
-        cut = [rest] if whole is not None and max(rest.sizes) > max_tokens else rest.pieces(max_tokens)
-        if whole is not None and sum(unit.unique for unit in cut) >= whole * rest.unique:
+        cut = [rest] if chunked_cost is not None and max(rest.sizes) > max_tokens else rest.pieces(max_tokens)
+        if chunked_cost is not None and sum(unit.unique for unit in cut) >= chunked_cost * rest.unique:
             cut = [rest]
         units += cut
     return units
