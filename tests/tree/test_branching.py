@@ -73,6 +73,13 @@ def test_rank_prefers_high_scores_and_leaves_failed_trunks_out():
     assert [c.node for c in rank(points, "success")] == [2, 1]
 
 
+def test_equal_scores_are_ranked_by_trajectory_whatever_ended_first():
+    one = [Candidate(0, 4, 0.5, True), Candidate(1, 1, 0.5 + 1e-7, True), Candidate(1, 3, 0.7, True)]
+    other = [Candidate(0, 1, 0.5 + 1e-7, True), Candidate(1, 2, 0.5, True), Candidate(1, 4, 0.7, True)]
+    for points in (one, other, one[::-1]):
+        assert [(c.trajectory, round(c.score, 4)) for c in rank(points, "any")] == [(1, 0.7), (0, 0.5), (1, 0.5)]
+
+
 @pytest.mark.parametrize("unit,limit,expected", [("leaves", 5, 5), ("env_steps", 35, 3), ("tokens", 170, 2)])
 def test_a_budget_admits_what_fits_at_its_longest(unit, limit, expected):
     budget = Budget(unit, limit, max_turns=10, max_action_tokens=8)

@@ -124,6 +124,10 @@ class Candidate:
 
 
 def rank(candidates: list[Candidate], trunk: str) -> list[Candidate]:
-    """Candidates by falling score; with ``trunk='success'`` only those of successful trajectories."""
+    """Candidates by falling score; with ``trunk='success'`` only those of successful trajectories.
+
+    Trajectories that came to one state hold equal scores, up to the rounding of whatever batch each was computed in. Those
+    go by trajectory, not by which was sampled first, so that a run can be repeated.
+    """
     kept = [c for c in candidates if trunk == "any" or c.success]
-    return sorted(kept, key=lambda c: (-c.score, c.node))
+    return sorted(kept, key=lambda c: (-round(c.score, 4), c.trajectory, c.node))

@@ -215,8 +215,9 @@ def path_attention(
     if backend == "flex":
         return _flex(query, key, value, tree, scale).transpose(1, 2), None
     # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
-    paths = key.index_select(2, tree.path_index), value.index_select(2, tree.path_index)
-    with _gather_again(tree.path_index, (key, value), paths):
+    index = tree.path_index.flip(0) if backend == "sdpa" else tree.path_index
+    paths = key.index_select(2, index), value.index_select(2, index)
+    with _gather_again(index, (key, value), paths):
         if backend == "sdpa":
             return _sdpa(query, *paths, tree, scale).transpose(1, 2), None
         flat = [x[0].transpose(0, 1) for x in (query, *paths)]
@@ -266,34 +267,35 @@ def _gather_again(index: torch.Tensor, sources: tuple, gathered: tuple) -> Itera
 def _sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree | Chunk, scale: float
 ) -> torch.Tensor:
-    deepest = -(-max(tree.path_lengths) // _QUERY_BLOCK) * _QUERY_BLOCK  # rounded, so that chunks share one mask
-    lower_right = _lower_right(_QUERY_BLOCK, deepest, query.device, query.dtype)
+    """``key`` and ``value``: gathered from the last node to the first, and along each path from its end to the root."""
+    nodes = zip(
+        query.split(tree.node_lengths, 2),
+        reversed(key.split(tree.path_lengths[::-1], 2)),
+        reversed(value.split(tree.path_lengths[::-1], 2)),
+    )
     outputs = []
-    nodes = zip(query.split(tree.node_lengths, 2), key.split(tree.path_lengths, 2), value.split(tree.path_lengths, 2))
     for q, k, v in nodes:
-        end = k.shape[2] - q.shape[2]
-        if not end:
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-            continue
+        later = q.shape[2]  # keys of the node that stand after the block, and so before it in reverse
         for block in q.split(_QUERY_BLOCK, 2):
-            count, before = block.shape[2], end
-            end += count
-            mask = lower_right[:count, deepest - before : deepest + count] if count > 1 else None
+            later -= block.shape[2]
+            k_block, v_block = k[:, :, later:], v[:, :, later:]
+            mask = _reverse_causal(block.shape[2], k_block.shape[2], query.device, query.dtype)
             outputs.append(
-                F.scaled_dot_product_attention(
-                    block, k[:, :, :end], v[:, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
-                )
+                F.scaled_dot_product_attention(block, k_block, v_block, attn_mask=mask, scale=scale, enable_gqa=True)
             )
     return torch.cat(outputs, 2)
 
 
-@lru_cache(maxsize=1)
-def _lower_right(queries: int, before: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """(queries, before + queries): query i sees keys up to ``before + i``. Every block's mask is a window of it.
+def _reverse_causal(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """(queries, keys): the last ``queries`` tokens of a path see themselves and all before; keys from the last to the first.
 
-    A float mask, since a boolean one is turned into a float copy that each call keeps for its backward.
+    In this order query i sees key j if ``i + j >= queries - 1``: each line is the one above moved by one, so that one line
+    in memory serves as all of them. Forwards, the mask would be as large as it looks, and SDPA keeps it for the backward.
+    A float mask, since a boolean one is turned into a float copy.
     """
-    return torch.full((queries, before + queries), float("-inf"), device=device, dtype=dtype).triu(before + 1)
+    line = torch.zeros(queries + keys - 1, device=device, dtype=dtype)
+    line[: queries - 1] = float("-inf")
+    return line.as_strided((queries, keys), (1, 1))
 
 
 def _flash_attn(
