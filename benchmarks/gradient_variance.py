@@ -2,10 +2,11 @@
 
     python benchmarks/gradient_variance.py MODEL PANEL.parquet [bpo.env.max_turns=10 ...] [--batches 32] [--env-steps 250]
 
-Gradients: for each kind of rollout (independent trajectories, trees of preset paper, of preset guided) many independent
-batches of equal environment steps are sampled at the same weights, and turned into gradients by the estimators that the
-kind allows. A batch's gradient is verl's: the sum of advantage times grad log-prob over its trained tokens, over their
-number. With g_b the gradients of the batches, m their mean and C their covariance:
+Gradients: for each kind of rollout (independent trajectories; trees of preset paper and guided, and ones that branch at other
+places or in other numbers: ``--kinds``) many independent batches of equal environment steps are sampled at the same weights,
+and turned into gradients by the estimators that the kind allows. A batch's gradient is verl's: the sum of advantage times
+grad log-prob over its trained tokens, over their number. With g_b the gradients of the batches, m their mean and C their
+covariance:
 
     noise       tr(C) / |mu|^2, where |mu|^2 is the mean inner product of two different batches: without the noise's share
     norm        Var(|g_b|) / mean(|g_b|)^2
@@ -57,16 +58,28 @@ LOO = {"baseline": "loo"}
 # verl's GRPO: group mean and standard deviation, the trajectory's own return included in both.
 ESTIMATORS: dict[str, dict[str, dict[str, str]]] = {
     "trajectories": {"RLOO": LOO, "GRPO": {"baseline": "mean", "normalize": "sibling_std"}},
-    "paper": {"BPO paper": LOO, "BPO paper, path weights": LOO | {"weighting": "path_probability"}},
-    "guided": {"BPO guided": LOO | {"leaf_return": "tree_mean"}},
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "trajectories": {
-        "branch": {"selector": "none", "root_samples": GROUP},
-        "budget": {"unit": "leaves", "limit": GROUP},
+    "paper": {
+        "BPO paper": LOO,
+        "BPO paper, path weights": LOO | {"weighting": "path_probability"},
+        "BPO paper, trajectory baseline": {"baseline": "trajectory"},
     },
-    "paper": {"preset": "paper", "budget": {"unit": "leaves", "limit": GROUP}},
-    "guided": {"preset": "guided", "budget": {"unit": "leaves", "limit": GROUP}},
+    "random": {"BPO random": LOO},
+    "fixed": {"BPO fixed interval": LOO},
+    "guided": {
+        "BPO guided": LOO | {"leaf_return": "tree_mean"},
+        "BPO guided, path weights": LOO | {"leaf_return": "tree_mean", "weighting": "path_probability"},
+        "BPO guided, trajectory baseline": {"baseline": "trajectory"},
+    },
+    "guided4": {"BPO guided K4": LOO | {"leaf_return": "tree_mean"}},
+}
+LEAVES = {"budget": {"unit": "leaves", "limit": GROUP}}
+KINDS: dict[str, dict[str, Any]] = {
+    "trajectories": LEAVES | {"branch": {"selector": "none", "root_samples": GROUP}},
+    "paper": LEAVES | {"preset": "paper"},
+    "random": LEAVES | {"preset": "paper", "branch": {"selector": "random", "share": 0.25}},
+    "fixed": LEAVES | {"preset": "paper", "branch": {"selector": "fixed_interval", "interval": 3}},
+    "guided": LEAVES | {"preset": "guided"},
+    "guided4": LEAVES | {"preset": "guided", "branch": {"forks": 4, "top_k": 1}},
 }
 
 
@@ -140,10 +153,13 @@ class Sampler:
         return trees
 
 
-def gradient_study(sampler: Sampler, batches: int, env_steps: int, seed: int) -> Iterator[dict[str, Any]]:
+def gradient_study(
+    sampler: Sampler, kinds: list[str], batches: int, env_steps: int, seed: int
+) -> Iterator[dict[str, Any]]:
     """After each kind of rollout: gradients of the estimators so far, [batches, parameters], and what batches cost."""
     found: dict[str, Any] = {}
-    for kind, estimators in ESTIMATORS.items():
+    for kind in kinds:
+        estimators = ESTIMATORS[kind]
         gradients: dict[str, list[np.ndarray]] = {name: [] for name in estimators}
         costs: list[dict[str, float]] = []
         spare: list[Tree] = []
@@ -301,7 +317,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS)[1:], default=["paper", "guided"], help="of trees")
     arguments = parser.parse_intermixed_args()
+    kinds = ["trajectories", *arguments.kinds]  # RLOO's gradient is what the others are compared with
     torch.set_num_threads(1)
     started, cpu = time.perf_counter(), time.process_time()
     folder = find_model(arguments.model)
@@ -318,7 +336,9 @@ def main() -> None:
         "identity": identity_study(sampler, arguments.identity_tasks, arguments.identity_trees, 4, arguments.seed),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for study in itertools.chain([{}], gradient_study(sampler, arguments.batches, arguments.env_steps, arguments.seed)):
+    for study in itertools.chain(
+        [{}], gradient_study(sampler, kinds, arguments.batches, arguments.env_steps, arguments.seed)
+    ):
         result["gradients"] = {
             name: {**statistics(s["gradients"], study["RLOO"]["gradients"]), "cost": s["cost"]}
             for name, s in study.items()
