@@ -1,6 +1,7 @@
 """Rolling trees, on named fakes: a counting world, a scripted policy and a prompter of single characters."""
 
 import asyncio
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -149,6 +150,27 @@ def test_a_tree_never_exceeds_a_budget_of_steps_or_tokens(unit, limit):
     _, tree = roll(ScriptedPolicy("a", lambda n: 2.0), FakeWorld(), budget={"unit": unit, "limit": limit})
     cost = tree.counters["env_steps" if unit == "env_steps" else "generated_tokens"]
     assert cost <= limit and tree.counters["leaves"] >= 2
+
+
+@pytest.mark.parametrize(
+    "preset,branch", [("guided", {}), ("guided", {"top_k": 3, "trunk": "any"}), ("paper", {"threshold": 1.0})]
+)
+def test_a_tree_is_the_same_whatever_ends_first(preset, branch):
+    """Guided trees look at finished trajectories, many of them in equal states: only scores and places may count."""
+    trees = []
+    for run in range(6):
+        waits = random.Random(run)
+
+        async def policy(prompt_ids, max_tokens, place, waits=waits):
+            await asyncio.sleep(waits.random() / 200)
+            draw = random.Random(place).random()
+            # A score as a batch computes it: a function of the state, and rounding that depends on what else ran.
+            score = random.Random(bytes(prompt_ids)).choice([0.5, 1.0, 1.5]) + waits.random() * 1e-6
+            return Generation([ord("w" if draw < 0.2 else "ab"[draw < 0.6])], [-0.7], [score])
+
+        _, tree = roll(policy, FakeWorld(), preset, branch=branch)
+        trees.append([(row.prompt_ids, row.response_ids) for row in tree_rows(tree)])
+    assert all(tree == trees[0] for tree in trees[1:])
 
 
 def test_unspent_budget_goes_to_root_samples():
