@@ -25,6 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
@@ -242,6 +243,11 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="name the runs and whether they are done, and stop")
     arguments = parser.parse_args()
+    for stop in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the first is ignored in a script's background, unless it is asked for
+        signal.signal(stop, signal.default_int_handler)
     out = (arguments.out or REPOSITORY / "runs" / ("paper-quick" if arguments.quick else "paper")).resolve()
     try:
         studies = [read_study(f) for f in arguments.studies or (STUDIES / "methods.yaml", STUDIES / "ablations.yaml")]
@@ -258,6 +264,13 @@ def main() -> int:
                 )
     todo = [pair for pair in found.values() if arguments.only in pair[1].title]
     todo.sort(key=lambda pair: pair[1].seed)  # all methods of a seed before the next one
+    lock = FileLock(out / ".lock")
+    if not arguments.list:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise SystemExit(f"another run.py is at work in {out}: wait for it, or give another --out") from None
     failed = []
     for number, (study, run) in enumerate(todo, 1):
         folder = out / run.folder

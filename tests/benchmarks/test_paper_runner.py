@@ -1,10 +1,12 @@
 """The experiment runner: what studies ask for, and how runs are skipped, resumed and recorded."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
@@ -131,3 +133,15 @@ def test_what_a_study_gets_wrong_is_named(tmp_path):
         with pytest.raises(ValueError, match=said):
             read_study(file)
     assert slug("BPO guided K3") == "bpo-guided-k3"
+
+
+def test_a_second_runner_in_one_folder_is_refused(tmp_path):
+    with FileLock(tmp_path / ".lock"):
+        done = subprocess.run(
+            [sys.executable, "benchmarks/paper/run.py", "--quick", "--out", str(tmp_path)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"another run.py is at work in {tmp_path}: wait for it, or give another --out"
