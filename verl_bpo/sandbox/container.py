@@ -31,16 +31,17 @@ _OWNER = "verl-bpo-owner"
 _ENGINE_SECONDS = 300.0
 _MOST_WAITING = 8
 """Containers of one shell that wait; the state that has waited longest becomes an image then."""
-# Kills what the command left: kill -1 spares the caller and the container's first process.
-_WRAPPER = 'timeout -s KILL "$1" "$2" -c "$3"; code=$?; kill -9 -1 2>/dev/null; exit $code'
+# Docker carries output and errors apart, so that their order is lost unless they are one from the start. Kills what the
+# command left: kill -1 spares the caller and the container's first process.
+_WRAPPER = 'timeout -s KILL "$1" "$2" -c "$3" 2>&1; code=$?; kill -9 -1 2>/dev/null; exit $code'
 # It reads from this process, so that it ends with it; bash also buries what commands left.
 _FIRST_PROCESS = 'mkdir -p "$0" || exit; echo ready; while read -r line; do :; done'
 _ADVICE = {
     "rlimit": "limits can't be raised here? bpo.env.container.run_options='--ulimit nofile=1024:1024 --ulimit "
     "nproc=4096:4096' leaves them low",
-    "size": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
+    "storage opt": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
 }
-"""What to do about a container that doesn't start, by a word of the engine's complaint."""
+"""What to do about a container that doesn't start, by words of the engine's complaint (hyphens apart)."""
 _reclaimed: set[str] = set()
 
 
@@ -321,7 +322,9 @@ class ContainerShell:
         container = _Container(self._engine, name, process, state)
         if process.stdout.readline() != b"ready\n":
             problem = _said(process.communicate()[1].decode(errors="replace"))
-            advice = next((f" ({advice})" for word, advice in _ADVICE.items() if word in problem), "")
+            advice = next(
+                (f" ({advice})" for words, advice in _ADVICE.items() if words in problem.replace("-", " ")), ""
+            )
             raise SandboxError(f"no container of {state.image}: {problem}{advice}")
         if self._engines_own is None:
             self._engines_own = self._changes(container)
@@ -384,7 +387,8 @@ def probe(config: ContainerConfig | None = None) -> tuple[bool, str]:
     finally:
         with contextlib.suppress(SandboxError):
             _quietly([*find_engine(config.engine), "rmi", "--force", image])
-    version = subprocess.run([*engine, "--version"], capture_output=True, text=True).stdout.strip()
+    asked = [*engine, "version", "--format", "{{.Server.Version}}"]  # docker's client may be of another version
+    version = f"{Path(engine[0]).name} {subprocess.run(asked, capture_output=True, text=True).stdout.strip()}"
     limited = "limited" if facts["disk"] == "container" else "not limited by its storage: needs allow_unsafe=true"
     return True, f"{version}; processes, memory: limited; disk: {limited}"
 
