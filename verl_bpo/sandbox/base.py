@@ -111,7 +111,9 @@ class Environment(ABC):
     @classmethod
     def tasks(cls, split: str = "train", **kwargs: Any) -> list[str]:
         """Task ids of a split in a fixed order (used to write prompt files)."""
-        raise NotImplementedError(f"{cls.__name__} lists no tasks")
+        raise SandboxError(
+            f"{cls.__name__} lists no tasks: write its tasks(split), a class method that returns their ids"
+        )
 
     @classmethod
     def data_source(cls, task: str, split: str) -> str | None:
