@@ -42,6 +42,10 @@ _ADVICE = {
     "storage opt": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
 }
 """What to do about a container that doesn't start, by words of the engine's complaint (hyphens apart)."""
+_DISK_TRIAL = 16 << 20
+_FILL = 'mkdir -p "$0"; for d in "$0" /tmp; do cd "$d" && : > trial && break; done; '
+_FILL += f"head -c {2 * _DISK_TRIAL} /dev/zero > trial"
+_disk_limit_kept: dict[tuple[str, ...], bool] = {}
 _reclaimed: set[str] = set()
 
 
@@ -202,6 +206,12 @@ class ContainerShell:
             "files": "container", "isolation": Path(self._engine[0]).name, "processes": "container",
             "memory": "container", "disk": "file size only" if allow_unsafe else "container",
         }  # fmt: skip
+        if not allow_unsafe and not _keeps_disk_limit(tuple(self._engine), image, shell, cwd, run_options):
+            raise SandboxError(
+                f"{Path(self._engine[0]).name} takes a limit on the disk and doesn't keep it (a trial wrote "
+                f"{2 * _DISK_TRIAL >> 20} MB where {_DISK_TRIAL >> 20} were allowed): "
+                "+bpo.env.kwargs.allow_unsafe=true does without"
+            )
         self._first = ContainerFiles(self._engine, _Kept(image, None, None))
         self._state: ContainerFiles | None = self._first
         """What the next command goes on from; None while a container runs."""
@@ -350,6 +360,24 @@ class ContainerShell:
         if done.returncode != 0:
             raise SandboxError(f"{Path(self._engine[0]).name} {arguments[0]} failed: {_said(done.stderr)}")
         return done.stdout
+
+
+def _keeps_disk_limit(engine: tuple[str, ...], image: str, shell: str, cwd: str, run_options: str) -> bool:
+    """Whether a limit on the disk that the engine takes is kept, tried once: btrfs may have lost count of its quotas."""
+    key = (*engine, run_options)
+    if key not in _disk_limit_kept:
+        line = [
+            *engine,
+            *f"run --rm --network none --storage-opt size={_DISK_TRIAL}".split(),
+            *shlex.split(run_options),
+        ]
+        line += ["--entrypoint", shell, image, "-c", _FILL, cwd]
+        try:
+            done = subprocess.run(line, capture_output=True, stdin=subprocess.DEVNULL, timeout=_ENGINE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"{Path(engine[0]).name} run: {error}") from error
+        _disk_limit_kept[key] = done.returncode != 0  # where none starts, the shell's own container will say why
+    return _disk_limit_kept[key]
 
 
 def probe(config: ContainerConfig | None = None) -> tuple[bool, str]:
