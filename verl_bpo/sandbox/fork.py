@@ -376,7 +376,7 @@ def _use_huge_pages() -> None:
     """Gather this process's memory in pages of 2 MB, where it is much and the kernel can (Linux 6.1, madvise(2)).
 
     A fork copies the page table: 512 times less of it. What is written after a fork is still copied 4 kB at a time, for
-    the kernel splits a shared huge page first. Gathering takes about a millisecond a page, once.
+    the kernel splits a shared huge page first. Gathering takes a millisecond or so a page, once (benchmarks/README.md).
     """
     with open("/proc/self/smaps_rollup") as file:
         sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in file.readlines()[1:]}
