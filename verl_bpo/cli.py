@@ -72,10 +72,20 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return main(arguments)
 
 
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"max_steps\": 30}}'")
+    return value
+
+
 def _check_env(arguments: argparse.Namespace) -> int:
     from verl_bpo.envs.check import main
 
-    return main(arguments.env, arguments.tasks, arguments.split, arguments.root, json.loads(arguments.kwargs))
+    return main(arguments.env, arguments.tasks, arguments.split, arguments.root, arguments.kwargs)
 
 
 def _warmstart(arguments: argparse.Namespace) -> int:
@@ -178,8 +188,11 @@ def parser() -> argparse.ArgumentParser:
     )
     games.add_argument("--seed", type=int, default=0)
 
+    from verl_bpo.envs import ENVIRONMENTS
+
+    environments = f"environment: {', '.join(ENVIRONMENTS)}, package.module:Class or file.py:Class"
     data = add("make-data", _make_data, "write a split's tasks as a verl prompt file (parquet)")
-    data.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")
+    data.add_argument("env", help=environments)
     data.add_argument("out", type=Path, help="the parquet file")
     data.add_argument("--split", default="train")
     data.add_argument("--root", help="folder with the environment's data, where it needs one")
@@ -197,11 +210,11 @@ def parser() -> argparse.ArgumentParser:
         )
     )
     check = add("check-env", _check_env, "check an environment's contract: deterministic, exact snapshots, no leaks")
-    check.add_argument("env", help="environment: textworld, alfworld, package.module:Class or file.py:Class")
+    check.add_argument("env", help=environments)
     check.add_argument("--tasks", type=int, default=3, help="tasks to play (default 3)")
     check.add_argument("--split", default="train")
     check.add_argument("--root", help="folder with the environment's data, where it needs one")
-    check.add_argument("--kwargs", default="{}", help="the constructor's arguments, as JSON")
+    check.add_argument("--kwargs", type=_json_object, default={}, help="the constructor's arguments, as JSON")
 
     from verl_bpo.warmstart import add_arguments
 
@@ -222,6 +235,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
     from verl_bpo.config.schema import ConfigError
+    from verl_bpo.envs import EnvironmentUnavailable
     from verl_bpo.report.cli import name_comparison
     from verl_bpo.sandbox.base import SandboxError
 
@@ -236,7 +250,7 @@ def main() -> int:
         arguments.overrides = own.parse_known_args(sys.argv[sys.argv.index("train") + 1 :])[1]
     try:
         return arguments.run(arguments)
-    except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
+    except (ConfigError, EnvironmentUnavailable, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
         print(f"verl-bpo {arguments.command}: {error}", file=sys.stderr)
         return 1
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from verl_bpo.envs import load_environment
+from verl_bpo.envs import list_tasks, load_environment
 
 RECORD = b"verl_bpo"
 """Key of the record in a prompt file's metadata."""
@@ -51,7 +51,7 @@ def write_prompts(
     import pyarrow.parquet
 
     environment = load_environment(env)
-    tasks = environment.tasks(split, **(kwargs or {}))[:limit]
+    tasks = list_tasks(env, split, **(kwargs or {}))[:limit]
     if not tasks:
         raise ValueError(f"environment {env} has no tasks in split {split!r}")
     if panel is not None:

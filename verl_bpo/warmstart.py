@@ -424,11 +424,11 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     Raises:
         ValueError: too few games, no base model, or ``out`` holds something else; the message says what to do.
     """
-    from verl_bpo.envs import load_environment
+    from verl_bpo.envs import list_tasks, load_environment
 
     out = Path(out).expanduser()
     environment_class = load_environment(options.env)
-    tasks = environment_class.tasks("train", **({"root": data} if data else {}))
+    tasks = list_tasks(options.env, "train", **({"root": data} if data else {}))
     count = min(len(tasks), options.games or len(tasks))
     if count <= options.held_out:
         raise ValueError(

@@ -37,6 +37,10 @@ class Counter(Environment):
         return Observation(text, reward, terminated=self.total >= self.secret, actions=("1", "2", "3"))
 
 
+class ListsNoTasks(Environment):
+    pass
+
+
 class SaysNumbers(Counter):
     def _observe(self, reward=0.0):
         return Observation(self.total, reward, actions=("1",))

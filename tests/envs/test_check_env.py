@@ -142,3 +142,23 @@ def test_only_what_is_declared_is_left_out(world, extra, ok):
     report = check_environment(f"{BAD}:{world}", ["desk"], {"extra": extra}, max_turns=1)
     found = [detail for name, held, detail in report.findings if not held and name == "determinism"]
     assert bool(found) is not ok, report.render()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([f"{BAD}:Nothing"], "has no class Nothing"),
+        (["no-such-world"], "use one of textworld, alfworld"),
+        ([f"{BAD}:ListsNoTasks"], "ListsNoTasks lists no tasks: write its tasks(split)"),
+        ([f"{REPOSITORY}/recipes/own_env/number_game.py:NumberGame", "--root", "x"], "which it doesn't take"),
+        ([f"{BAD}:Counter", "--kwargs", "{"], "'{' is no JSON object"),
+    ],
+)
+def test_what_the_command_cant_begin_with_is_one_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["verl-bpo", "check-env", *arguments])
+    try:
+        code = cli.main()
+    except SystemExit as error:  # what the parser itself refuses
+        code = error.code
+    said = capsys.readouterr().err.strip().splitlines()
+    assert code and words in said[-1] and "Traceback" not in said

@@ -164,6 +164,8 @@ class Machine(Diary):
 
     def reset(self, task, seed=0):
         random.seed(seed)
+        if task == "large":
+            self.heap = [bytearray(1 << 20) for _ in range(160)]
         self.numbers = (i * i for i in range(1000))
         return super().reset(task, seed)
 
@@ -182,6 +184,12 @@ class Machine(Diary):
             return Observation(self.file.readline())
         elif action == "big":
             self.heap = [bytearray(1 << 20) for _ in range(64)]
+        elif action.startswith("touch"):
+            for block in self.heap[: int(action.split()[1])]:
+                block[0] += 1
+        elif action == "sizes":
+            with open("/proc/self/smaps_rollup") as file:
+                return Observation(" ".join(file.read().split()))
         elif action == "run":
             return Observation(str(subprocess.run(["sh", "-c", "exit 5"]).returncode))
         super().step(action)

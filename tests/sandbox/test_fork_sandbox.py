@@ -180,6 +180,24 @@ def test_branches_may_be_used_at_once(trunk):
     assert all(result == results[0] for result in results)
 
 
+def test_a_large_heap_lies_in_huge_pages_which_a_write_doesnt_copy_whole(nursery):
+    """A fork copies the table of its pages: 512 times less of it."""
+    trunk = nursery.branch()
+    trunk.reset("large")
+
+    def kilobytes(branch, name):
+        words = branch.step("sizes").text.split()
+        return int(words[words.index(f"{name}:") + 1])
+
+    if kilobytes(trunk, "AnonHugePages") == 0:
+        pytest.skip("this kernel doesn't gather pages on demand (MADV_COLLAPSE, Linux 6.1)")
+    assert kilobytes(trunk, "AnonHugePages") > 100 << 10
+    (fork,) = trunk.fork(trunk.snapshot())
+    private = kilobytes(fork, "Private_Dirty")
+    fork.step("touch 40")
+    assert kilobytes(fork, "Private_Dirty") - private < 4 << 10  # 40 pages of 2 MB would be 80 MB
+
+
 SCRIPT = f"""
 import threading, time
 from verl_bpo.sandbox import Nursery

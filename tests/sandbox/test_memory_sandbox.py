@@ -1,5 +1,10 @@
+import enum
+import random
+import re
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from sandbox_worlds import Diary, Hostile, SavingDiary, Uncopyable
 
@@ -205,3 +210,136 @@ def test_what_cant_be_copied_is_named():
         SnapshotUnsupported, match=r"its attribute stream \(generator\) fails with TypeError.*fork or replay"
     ):
         sandbox.snapshot()
+
+
+class Map:
+    """Large and never changed: copies of a world are to share it."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+MAP = Map()
+
+
+class Door(enum.Enum):
+    OPEN = 1
+
+
+class Named:
+    """Comes back only with arguments that its pickle doesn't hold."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __reduce__(self):
+        return (Named, ())
+
+    def __deepcopy__(self, memo):
+        return Named(self.name)
+
+
+class Holder(Diary):
+    """Keeps whatever a test puts in, and shows what it is told to evaluate."""
+
+    def __init__(self, **state):
+        super().__init__()
+        self.__dict__ |= state
+
+    def step(self, action):
+        if action.startswith("="):
+            return super().step(str(eval(action[1:], globals(), {"self": self})))
+        exec(action, globals(), {"self": self})
+        return super().step("done")
+
+
+def held(**state):
+    sandbox = MemorySandbox(Holder(**state))
+    sandbox.reset("t")
+    return sandbox
+
+
+def last(sandbox, expression):
+    return sandbox.step(f"={expression}").text.split(" ", 1)[1].rpartition(" ")[2]
+
+
+def forked(sandbox):
+    snapshot = sandbox.snapshot()
+    (fork,) = sandbox.fork(snapshot)
+    return fork
+
+
+def test_a_copy_keeps_what_is_one_object_one_object():
+    shared = ["key"]
+    fork = forked(held(inventory=[shared], room={"floor": shared}))
+    fork.step("self.inventory[0].append('lamp')")
+    assert last(fork, "self.room['floor']==['key','lamp']") == "True"
+    assert shared == ["key"]
+
+
+def test_what_asks_to_be_shared_is_shared():
+    sandbox = held(map=MAP, exits=[1])
+    fork = forked(sandbox)
+    assert last(fork, "self.map is MAP") == "True"
+    fork.step("self.exits.append(2)")
+    assert last(sandbox, "self.exits") == "[1]"
+
+
+@pytest.mark.parametrize("odd", [lambda: 1, random.random, Named("a")], ids=["lambda", "method", "bad_pickle"])
+def test_what_cant_be_pickled_is_deep_copied(odd):
+    sandbox = held(odd=odd, exits=[1])
+    fork = forked(sandbox)
+    fork.step("self.exits.append(2)")
+    assert last(sandbox, "self.exits") == "[1]"
+    assert last(fork, "callable(self.odd) or self.odd.name=='a'") == "True"
+
+
+def test_a_state_may_stop_being_picklable():
+    sandbox = held(exits=[1])
+    first = sandbox.snapshot()
+    sandbox.step("self.odd = lambda: 7")
+    fork = forked(sandbox)
+    assert last(fork, "self.odd()") == "7"
+    (early,) = sandbox.fork(first)
+    assert last(early, "hasattr(self,'odd')") == "False"
+
+
+def test_usual_state_is_pickled_and_comes_back_the_same():
+    """Enumerations, patterns and arrays have a ``__deepcopy__``, which does what pickling does."""
+    state = {
+        "door": Door.OPEN,
+        "pattern": re.compile("a+"),
+        "array": np.arange(3),
+        "part": Fraction(1, 3),
+        "dice": random.Random(4),
+        "kind": Map,
+    }
+    sandbox = held(**state)
+    snapshot = sandbox.snapshot()
+    assert snapshot.nbytes  # only a pickle knows it
+    (fork,) = sandbox.fork(snapshot)
+    checks = (
+        "self.door is Door.OPEN",
+        "self.pattern.match('aa') and 1",
+        "self.array.sum()",
+        "self.part",
+        "self.kind is Map",
+    )
+    assert [last(fork, check) for check in checks] == ["True", "1", "3", "1/3", "True"]
+    assert last(fork, "self.dice.random()") == last(sandbox, "self.dice.random()") == str(random.Random(4).random())
+
+
+def test_branches_of_a_pickled_state_differ_like_those_of_a_deep_copied_one():
+    """The same random play of both, forks of forks included."""
+
+    def play(**state):
+        dice, branches, texts = random.Random(0), [held(numbers=[0], **state)], []
+        for _ in range(200):
+            branch = dice.choice(branches)
+            if dice.random() < 0.2:
+                branches += branch.fork(branch.snapshot(), 2)
+            texts.append(branch.step(f"self.numbers[0] = self.numbers[0] * 3 + {dice.randrange(9)}").text)
+            texts.append(last(branch, "self.numbers"))
+        return texts
+
+    assert play() == play(odd=lambda: 1)

@@ -1,5 +1,6 @@
 """What a command may try, and what must come of it."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from shells import COUNT_FORKS, make_tree, need_isolation
 
+from verl_bpo.sandbox import SandboxError
 from verl_bpo.sandbox.overlay import Limits, Shell
 
 LIMITS = Limits(processes=40, memory=256 << 20, disk=16 << 20, files=500, file_size=8 << 20, seconds=20)
@@ -203,17 +205,69 @@ def test_abstract_unix_sockets_of_the_host_cant_be_reached(shell):
         assert "refused" in shell.execute(knock).output
 
 
-def test_symlinks_and_hard_links_dont_lead_out(shell, tmp_path):
-    target = tmp_path / "target"
+@pytest.fixture(params=["overlay", "git"])
+def filed(request, tmp_path):
+    """A shell of each way to keep files: git's are changed by a process outside the sandbox."""
+    need_isolation()
+    with Shell({"/testbed": make_tree(tmp_path / "base")}, limits=LIMITS, files=request.param) as shell:
+        yield shell
+
+
+def test_symlinks_and_hard_links_dont_lead_out(filed, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    target = outside / "target"
     target.write_text("mine")
-    shell.execute(
-        f"ln -s {target} out; echo yours > out; ln -s / root; rm -rf root/usr/bin/env; ln -s {tmp_path} dir; rm -rf dir/*"
-    )
-    state = shell.save()
-    shell.execute(f"rm -rf /testbed/sub; ln -s {tmp_path} /testbed/sub; echo evil > /testbed/sub/deep")
-    shell.save()
-    shell.load(state)
-    assert target.read_text() == "mine" and Path("/usr/bin/env").exists() and list(tmp_path.iterdir()) == [target]
+    target.chmod(0o640)
+    links = f"ln -s {target} out; echo yours > out; ln -s / root; rm -rf root/usr/bin/env; ln -s {outside} dir; rm -rf dir/*"
+    filed.execute("mkdir -p empty/inside; chmod 711 empty/inside")
+    before = filed.save()
+    filed.execute(links)
+    state = filed.save()
+    filed.execute(f"rm -rf sub empty; ln -s {outside} sub; echo evil > sub/deep; ln -s {outside} empty")
+    filed.save()
+    for files in (state, before, state):
+        filed.load(files)
+        assert filed.execute("cat sub/b.py; stat -c %a empty/inside").output == "b = 1\n711\n"
+    assert target.read_text() == "mine" and target.stat().st_mode & 0o777 == 0o640
+    assert Path("/usr/bin/env").exists() and list(outside.iterdir()) == [target]
+
+
+def test_what_git_would_obey_is_only_a_file(filed, tmp_path):
+    """Hooks, filters and links to other repositories, in a tree that git saves and loads."""
+    mark = tmp_path / "mark"
+    plant = f"""
+        printf '#!/bin/sh\ntouch {mark}\n' > hook; chmod 755 hook; mkdir -p .git/hooks; cp hook .git/hooks/post-checkout
+        printf '[core]\nfsmonitor = touch {mark}\n[filter "x"]\nclean = touch {mark}\nsmudge = touch {mark}\n' > .git/config
+        echo '* filter=x' > .gitattributes; echo 'gitdir: {tmp_path}' > sub/.git; cp .git/config .gitconfig
+    """
+    start = filed.save()
+    assert filed.execute(plant).output == ""
+    planted = filed.save()
+    for state in (start, planted):
+        filed.load(state)
+        filed.execute("true")
+    assert filed.execute("cat sub/.git").output == f"gitdir: {tmp_path}\n" and not mark.exists()
+
+
+@pytest.mark.parametrize(("name", "depth"), [("d" * 50, 2000), ("d", 1200)], ids=["long", "deep"])
+@pytest.mark.parametrize("files", ["overlay", "git"])
+def test_folders_too_deep_to_name_lose_their_branch_only(tmp_path, files, name, depth):
+    need_isolation()
+    with Shell({"/testbed": make_tree(tmp_path / "base")}, files=files) as shell:
+        start = shell.save()
+        dig = f"import os\nfor i in range({depth}): os.mkdir('{name}'); os.chdir('{name}')\nprint('there')"
+        assert shell.execute(f'python3 -c "{dig}"').output == "there\n"
+        with contextlib.suppress(SandboxError):  # git can't save it, layers can
+            shell.save()
+        shell.load(start)
+        assert shell.execute("cat a.txt; ls -d d*").output.startswith("one\nls: ")
+
+
+def test_a_command_inherits_no_descriptor(shell):
+    """Through the line to the sandbox's keeper, or to its layers, a command could get out."""
+    inherited = shell.execute("for fd in /proc/$$/fd/*; do echo ${fd##*/}; done").output.split()
+    assert set(inherited) <= {"0", "1", "2", "3"} and "socket" not in shell.execute("ls -l /proc/[0-9]*/fd").output
 
 
 def test_the_layers_of_other_branches_are_out_of_reach(shell):

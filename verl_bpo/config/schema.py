@@ -195,7 +195,7 @@ class EnvConfig:
     max_action_tokens: int = 64
     """Longest action in tokens."""
     backend: str = "memory"
-    """How a world is snapshot: ``memory`` (its own save/load or a deep copy), ``fork`` (its process) or ``replay`` (its
+    """How a world is snapshot: ``memory`` (its own save/load or a copy), ``fork`` (its process) or ``replay`` (its
     actions played again)."""
     isolation: str = "process"
     """``process``: worlds live in child processes that may crash or hang alone. ``none``: in the rollout worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,24 @@ def load_environment(name: str) -> type[Environment]:
             f"environment {name!r}: {class_name} is no environment: derive it from verl_bpo.sandbox.Environment"
         )
     return found
+
+
+def list_tasks(name: str, split: str, **options: object) -> list[str]:
+    """The tasks of a split.
+
+    Raises:
+        EnvironmentUnavailable: there is no such environment, or it doesn't take these options.
+        SandboxError: it lists no tasks.
+    """
+    environment = load_environment(name)
+    try:
+        inspect.signature(environment.tasks).bind(split, **options)
+    except TypeError as error:
+        raise EnvironmentUnavailable(
+            f"{environment.__name__}.tasks was given split={split!r} and {options}, which it doesn't take ({error}): leave "
+            f"--root or --kwargs out, or give it **kwargs"
+        ) from None
+    return environment.tasks(split, **options)
 
 
 def environment_status(name: str) -> tuple[bool, str]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_bpo.envs import is_shell, load_environment
+from verl_bpo.envs import is_shell, list_tasks, load_environment
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.volatile import hide
@@ -177,7 +177,9 @@ class _Checker:
                     self._expert_wins(self.episodes[-1])
             finally:
                 environment.close()
-        return f"{len(self.episodes)} episodes of {len(self.tasks)} tasks, {sum(len(e.actions) for e in self.episodes)} steps"
+        tasks = f"{len(self.tasks)} task{'s' * (len(self.tasks) > 1)}"
+        episodes = f"{len(self.episodes)} episode{'s' * (len(self.episodes) > 1)}"
+        return f"{episodes} of {tasks}, {sum(len(e.actions) for e in self.episodes)} steps"
 
     def _record(
         self,
@@ -411,21 +413,19 @@ class _Checker:
     # --- costs ------------------------------------------------------------------------------------------------------
 
     def _costs(self) -> None:
-        samples: dict[str, list[float]] = {"reset": [], "step": []}
-        environment = self.make()
-        native = type(environment).save_state is not Environment.save_state
-        if native:
-            samples |= {"save": [], "load": []}
+        samples: dict[str, list[float]] = {"reset": [], "step": [], "save": [], "load": []}
+        sandbox = MemorySandbox(self.make())
+        world = sandbox._world
         try:
             for episode in self.episodes:
-                _timed(samples["reset"], environment.reset, episode.task, self.seed)
+                _timed(samples["reset"], world.environment.reset, episode.task, self.seed)
                 for action in episode.actions:
-                    if native:
-                        state = _timed(samples["save"], environment.save_state)
-                        _timed(samples["load"], environment.load_state, state)
-                    _timed(samples["step"], environment.step, action)
+                    _timed(
+                        samples["load"], world.load, _timed(samples["save"], world.save)
+                    )  # copies, where it has none
+                    _timed(samples["step"], world.environment.step, action)
         finally:
-            environment.close()
+            sandbox.close()
         self.report.costs = {name: statistics.median(values) for name, values in samples.items() if values}
         self.report.costs["snapshot bytes"] = self._snapshot_bytes()
 
@@ -568,7 +568,7 @@ def _play_job() -> None:
 def main(env: str, count: int, split: str, root: str | None, kwargs: dict[str, Any]) -> int:
     """Run ``verl-bpo check-env``; 0 when every check held."""
     options = {**kwargs, **({"root": root} if root else {})}
-    tasks = load_environment(env).tasks(split, **options)
+    tasks = list_tasks(env, split, **options)
     if not tasks:
         raise SandboxError(f"environment {env} has no tasks in split {split!r}")
     step = max(1, len(tasks) // count)  # spread over the split, which may go by kind

@@ -85,7 +85,8 @@ class Environment(ABC):
     def save_state(self) -> Any:
         """The whole mutable state as an object that later steps don't change.
 
-        Leave it out when the state can be deep-copied: the ``memory`` backend then copies the environment.
+        Leave it out when the state can be copied: the ``memory`` backend then pickles or deep-copies the environment.
+        What copies are to share, a large table that never changes say, has a ``__deepcopy__`` that returns itself.
         """
         raise SnapshotUnsupported(f"{type(self).__name__} has no save_state")
 
@@ -110,7 +111,9 @@ class Environment(ABC):
     @classmethod
     def tasks(cls, split: str = "train", **kwargs: Any) -> list[str]:
         """Task ids of a split in a fixed order (used to write prompt files)."""
-        raise NotImplementedError(f"{cls.__name__} lists no tasks")
+        raise SandboxError(
+            f"{cls.__name__} lists no tasks: write its tasks(split), a class method that returns their ids"
+        )
 
     @classmethod
     def data_source(cls, task: str, split: str) -> str | None:

@@ -31,16 +31,21 @@ _OWNER = "verl-bpo-owner"
 _ENGINE_SECONDS = 300.0
 _MOST_WAITING = 8
 """Containers of one shell that wait; the state that has waited longest becomes an image then."""
-# Kills what the command left: kill -1 spares the caller and the container's first process.
-_WRAPPER = 'timeout -s KILL "$1" "$2" -c "$3"; code=$?; kill -9 -1 2>/dev/null; exit $code'
+# Docker carries output and errors apart, so that their order is lost unless they are one from the start. Kills what the
+# command left: kill -1 spares the caller and the container's first process.
+_WRAPPER = 'timeout -s KILL "$1" "$2" -c "$3" 2>&1; code=$?; kill -9 -1 2>/dev/null; exit $code'
 # It reads from this process, so that it ends with it; bash also buries what commands left.
 _FIRST_PROCESS = 'mkdir -p "$0" || exit; echo ready; while read -r line; do :; done'
 _ADVICE = {
     "rlimit": "limits can't be raised here? bpo.env.container.run_options='--ulimit nofile=1024:1024 --ulimit "
     "nproc=4096:4096' leaves them low",
-    "size": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
+    "storage opt": "the storage can't limit the disk? +bpo.env.kwargs.allow_unsafe=true does without",
 }
-"""What to do about a container that doesn't start, by a word of the engine's complaint."""
+"""What to do about a container that doesn't start, by words of the engine's complaint (hyphens apart)."""
+_DISK_TRIAL = 16 << 20
+_FILL = 'mkdir -p "$0"; for d in "$0" /tmp; do cd "$d" && : > trial && break; done; '
+_FILL += f"head -c {2 * _DISK_TRIAL} /dev/zero > trial"
+_disk_limit_kept: dict[tuple[str, ...], bool] = {}
 _reclaimed: set[str] = set()
 
 
@@ -201,6 +206,12 @@ class ContainerShell:
             "files": "container", "isolation": Path(self._engine[0]).name, "processes": "container",
             "memory": "container", "disk": "file size only" if allow_unsafe else "container",
         }  # fmt: skip
+        if not allow_unsafe and not _keeps_disk_limit(tuple(self._engine), image, shell, cwd, run_options):
+            raise SandboxError(
+                f"{Path(self._engine[0]).name} takes a limit on the disk and doesn't keep it (a trial wrote "
+                f"{2 * _DISK_TRIAL >> 20} MB where {_DISK_TRIAL >> 20} were allowed): "
+                "+bpo.env.kwargs.allow_unsafe=true does without"
+            )
         self._first = ContainerFiles(self._engine, _Kept(image, None, None))
         self._state: ContainerFiles | None = self._first
         """What the next command goes on from; None while a container runs."""
@@ -321,7 +332,9 @@ class ContainerShell:
         container = _Container(self._engine, name, process, state)
         if process.stdout.readline() != b"ready\n":
             problem = _said(process.communicate()[1].decode(errors="replace"))
-            advice = next((f" ({advice})" for word, advice in _ADVICE.items() if word in problem), "")
+            advice = next(
+                (f" ({advice})" for words, advice in _ADVICE.items() if words in problem.replace("-", " ")), ""
+            )
             raise SandboxError(f"no container of {state.image}: {problem}{advice}")
         if self._engines_own is None:
             self._engines_own = self._changes(container)
@@ -347,6 +360,24 @@ class ContainerShell:
         if done.returncode != 0:
             raise SandboxError(f"{Path(self._engine[0]).name} {arguments[0]} failed: {_said(done.stderr)}")
         return done.stdout
+
+
+def _keeps_disk_limit(engine: tuple[str, ...], image: str, shell: str, cwd: str, run_options: str) -> bool:
+    """Whether a limit on the disk that the engine takes is kept, tried once: btrfs may have lost count of its quotas."""
+    key = (*engine, run_options)
+    if key not in _disk_limit_kept:
+        line = [
+            *engine,
+            *f"run --rm --network none --storage-opt size={_DISK_TRIAL}".split(),
+            *shlex.split(run_options),
+        ]
+        line += ["--entrypoint", shell, image, "-c", _FILL, cwd]
+        try:
+            done = subprocess.run(line, capture_output=True, stdin=subprocess.DEVNULL, timeout=_ENGINE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"{Path(engine[0]).name} run: {error}") from error
+        _disk_limit_kept[key] = done.returncode != 0  # where none starts, the shell's own container will say why
+    return _disk_limit_kept[key]
 
 
 def probe(config: ContainerConfig | None = None) -> tuple[bool, str]:
@@ -384,7 +415,8 @@ def probe(config: ContainerConfig | None = None) -> tuple[bool, str]:
     finally:
         with contextlib.suppress(SandboxError):
             _quietly([*find_engine(config.engine), "rmi", "--force", image])
-    version = subprocess.run([*engine, "--version"], capture_output=True, text=True).stdout.strip()
+    asked = [*engine, "version", "--format", "{{.Server.Version}}"]  # docker's client may be of another version
+    version = f"{Path(engine[0]).name} {subprocess.run(asked, capture_output=True, text=True).stdout.strip()}"
     limited = "limited" if facts["disk"] == "container" else "not limited by its storage: needs allow_unsafe=true"
     return True, f"{version}; processes, memory: limited; disk: {limited}"
 

@@ -289,8 +289,14 @@ class GitFiles:
         if self.current is None:
             self.current = top  # the copies are fresh
         if self.current != top:
+            self.current = -2  # nobody's, until all is loaded
             for index, state in enumerate(self.saved[chain[-1]] if chain else self.first):
-                self._load(index, state)
+                try:
+                    self._load(index, state)
+                except (OSError, Refused, RecursionError):  # folders too deep for a path, say: without what is there
+                    subprocess.run(["rm", "-rf", f"m{index}"], check=True)
+                    os.mkdir(f"m{index}")
+                    self._load(index, state)
             self.current = top
         return [os.path.abspath(f"m{index}") for index in range(len(self.trees))]
 
@@ -646,7 +652,7 @@ class Keeper:
             operation, *arguments = request
             try:
                 answer = ("ok", getattr(self, operation)(*arguments))
-            except (Refused, OSError, KeyError) as error:
+            except (Refused, OSError, KeyError, RecursionError) as error:
                 answer = ("error", f"{error}" if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
             _send(line, answer)
 
