@@ -95,7 +95,8 @@ def _kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         signature.bind_partial(**kwargs)
     except TypeError as error:
-        raise ValueError(f"--kwargs: {error} in environment {arguments.env}{signature}") from error
+        known = ", ".join(signature.parameters)
+        raise ValueError(f"--kwargs: environment {arguments.env} {error}; it takes {known}") from error
     return kwargs
 
 
@@ -243,6 +244,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
     from verl_bpo.config.schema import ConfigError
+    from verl_bpo.envs import EnvironmentUnavailable
     from verl_bpo.report.cli import name_comparison
     from verl_bpo.sandbox.base import SandboxError
 
@@ -257,7 +259,7 @@ def main() -> int:
         arguments.overrides = own.parse_known_args(sys.argv[sys.argv.index("train") + 1 :])[1]
     try:
         return arguments.run(arguments)
-    except (ConfigError, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
+    except (ConfigError, EnvironmentUnavailable, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
         print(f"verl-bpo {arguments.command}: {error}", file=sys.stderr)
         return 1
 

@@ -95,6 +95,23 @@ def test_the_command_prints_its_findings_and_fails_with_them(capsys, monkeypatch
     assert code == 1 and "NO  restore" in said
 
 
+@pytest.mark.parametrize(
+    "env, kwargs, said",
+    [
+        ("nosuch", "{}", "no environment named 'nosuch': use one of textworld"),
+        ("textworld", "{", "--kwargs { is no JSON"),
+        ("textworld", "[1]", "--kwargs [1] is no JSON object"),
+        ("alfworld", '{"product": 1}', "environment alfworld got an unexpected keyword argument 'product'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["check-env"], ["make-data", "prompts.parquet"]])
+def test_wrong_arguments_of_an_environment_end_in_one_line(capsys, monkeypatch, command, env, kwargs, said):
+    monkeypatch.setattr("sys.argv", ["verl-bpo", command[0], env, *command[1:], "--kwargs", kwargs])
+    assert cli.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"verl-bpo {command[0]}: ") and said in line
+
+
 def test_arguments_of_the_constructor_are_passed_on(small_shop):
     report = check_environment(
         "webshop", ["0"], json.loads(json.dumps({"data_dir": str(small_shop), "goals": "human"}))

@@ -124,6 +124,15 @@ class Environment(ABC):
         return path if path.is_file() else None
 
     @classmethod
+    def check_task(cls, task: str, **kwargs: Any) -> None:
+        """Look, without loading it, whether the task's data is there. ``kwargs``: the constructor's.
+
+        Raises:
+            TaskError: it isn't; the message says where to get it.
+        """
+        cls.task_file(task)
+
+    @classmethod
     def task_content(cls, task: str, **kwargs: Any) -> bytes:
         """What a prompt file's checksum covers of the task beside its name. ``kwargs``: as ``tasks`` took them."""
         path = cls.task_file(task)

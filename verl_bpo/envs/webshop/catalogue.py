@@ -166,6 +166,20 @@ class Catalogue:
         return self._search(query)
 
 
+def check_files(folder: Path, products: str, goals: str) -> None:
+    """Whether a shop's files are in ``folder``.
+
+    Raises:
+        TaskError: one isn't.
+    """
+    human = [HUMAN_FILE] if goals == "human" else []
+    for name in (PRODUCT_FILES[products], INSTRUCTION_FILES[products], *human):
+        try:
+            (folder / name).stat()
+        except OSError as error:
+            raise _missing(folder / name, error) from error
+
+
 _lock = threading.Lock()
 
 

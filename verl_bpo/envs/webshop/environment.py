@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_bpo.envs.webshop import pages
-from verl_bpo.envs.webshop.catalogue import Catalogue, load_catalogue
+from verl_bpo.envs.webshop.catalogue import Catalogue, check_files, load_catalogue
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import Environment, Observation, TaskError
 
@@ -86,13 +86,7 @@ class WebshopEnvironment(Environment):
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         """Open the goal with index ``task``. ``seed`` only decides what the query ``<r>`` finds."""
-        shop, _, index = task.rpartition(":")
-        goals = len(self._catalogue.goals)
-        if shop not in ("", self._shop):
-            raise TaskError(
-                f"{task!r} is no goal of this WebShop, which is {self._shop}: set products and goals in bpo.env.kwargs as in "
-                "the --kwargs that the prompt file was made with"
-            )
+        index, goals = _index(task, self._shop), len(self._catalogue.goals)
         if not (index.isascii() and index.isdigit() and int(index) < goals):
             raise TaskError(f"no WebShop goal {task!r}: tasks are 0 to {goals - 1}")
         self._enter(State(int(index), seed))
@@ -168,6 +162,11 @@ class WebshopEnvironment(Environment):
     @classmethod
     def task_file(cls, task: str) -> None:
         return None
+
+    @classmethod
+    def check_task(cls, task: str, **kwargs: Any) -> None:
+        _index(task, _shop_name(**kwargs))
+        check_files(_data_folder(**kwargs), kwargs.get("products", "small"), kwargs.get("goals", "synthetic"))
 
     @classmethod
     def task_content(cls, task: str, **kwargs: Any) -> bytes:
@@ -255,6 +254,24 @@ def _shop_name(products: str = "small", goals: str = "synthetic", **others: obje
     return f"{products}-{goals}"
 
 
+def _index(task: str, shop: str) -> str:
+    """The goal's index in ``shop``, of which it must be a task."""
+    name, _, index = task.rpartition(":")
+    if name not in ("", shop):
+        raise TaskError(
+            f"{task!r} is no goal of this WebShop, which is {shop}: set products and goals in bpo.env.kwargs as in the "
+            "--kwargs that the prompt file was made with"
+        )
+    return index
+
+
+def _data_folder(data_dir: str | Path | None = None, root: str | Path | None = None, **others: object) -> Path:
+    folder = data_dir or root or os.environ.get("WEBSHOP_DATA")
+    if not folder:
+        raise TaskError("WebShop's data isn't named: set WEBSHOP_DATA or data_dir to its data folder")
+    return Path(folder).expanduser().resolve()
+
+
 def _catalogue(
     data_dir: str | Path | None = None,
     products: str = "small",
@@ -268,11 +285,8 @@ def _catalogue(
     _one_of("products", products, ("small", "all"))
     _one_of("goals", goals, ("synthetic", "human"))
     _one_of("search", search, ("bm25s", "pyserini"))
-    folder = data_dir or root or os.environ.get("WEBSHOP_DATA")
-    if not folder:
-        raise TaskError("WebShop's data isn't named: set WEBSHOP_DATA or data_dir to its data folder")
-    folder = Path(folder).expanduser().resolve()
-    return load_catalogue(str(folder), products, goals, search, str(index_dir) if index_dir else None, seed)
+    folder = str(_data_folder(data_dir, root))
+    return load_catalogue(folder, products, goals, search, str(index_dir) if index_dir else None, seed)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
