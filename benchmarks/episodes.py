@@ -86,6 +86,8 @@ def measure(
             share = (make, choose, tasks, warm, longest, episodes // processes, steps // processes)
             with multiprocessing.get_context("spawn").Pool(processes) as pool:
                 results = pool.starmap(play, [(*share, seed) for seed in range(processes)])
+                pool.close()
+                pool.join()
             total = {key: sum(result[key] for result in results) for key in results[0]}
             rows[f"{episodes} in {processes}"] = {
                 "steps_per_cpu_second": total["steps"] / total["cpu_s"],

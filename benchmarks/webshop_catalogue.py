@@ -121,6 +121,8 @@ def main() -> None:
             for _ in range(2):
                 with context.Pool(1) as pool:
                     runs.append(pool.apply(measure, (folder, 200, 30)))
+                    pool.close()
+                    pool.join()
             index = sum(file.stat().st_size for file in Path(folder).glob("*.bm25s-*/*")) / 2**20
         row, again = runs
         kept = {
