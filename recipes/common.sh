@@ -77,6 +77,7 @@ train() {
     printf '%s\0' "$@"
     exit
   fi
+  export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-runs} # else into verl_bpo/ of this folder, among the sources
   "prepare_$environment"
   [ -z "$SMOKE" ] || tiny_model "$environment"
   exec verl-bpo train "$@"
