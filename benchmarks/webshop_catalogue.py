@@ -5,8 +5,9 @@ small one: each product takes a thousandth's options, prices and texts, with the
 another's, an id of its own and one word of its own. So lengths, options and goals per product are the small shop's; the
 vocabulary is poorer than the real one's. Results are about SYNTHETIC catalogues and say so.
 
-Each size is loaded in a process of its own. Times are wall and CPU seconds; memory is resident, pages of the mapped product
-file that were read included, which the system takes back when it needs them.
+Each size is loaded in two processes, one after the other: the first builds the search index and keeps it beside the products,
+as for the full shop; the second takes it from there. Times are wall and CPU seconds; memory is resident, pages of mapped files
+(products, kept index) that were read included, which the system takes back when it needs them.
 
     WEBSHOP_DATA=some/folder python benchmarks/webshop_catalogue.py --sizes 1000 10000 100000
 """
@@ -24,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from episodes import memory_mib
+
 from verl_bpo.envs.webshop import WebshopEnvironment
 from verl_bpo.envs.webshop.catalogue import INSTRUCTION_FILES, PRODUCT_FILES
 
@@ -32,20 +35,15 @@ FULL = 1_181_436
 """Products of the full shop, as WebShop's paper counts them."""
 
 
-def memory_mib() -> float:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def make_shop(source: Path, folder: Path, count: int, seed: int = 0) -> None:
-    """Write a catalogue of ``count`` products as the small shop of ``folder``."""
+    """Write a catalogue of ``count`` products as the full shop of ``folder``."""
     rng = random.Random(seed)
     rows = json.loads((source / PRODUCT_FILES["small"]).read_bytes())
     known = json.loads((source / INSTRUCTION_FILES["small"]).read_bytes())
     texts = {key: [row[key].split() for row in rows] for key in ("name", "full_description")}
     with (
-        open(folder / PRODUCT_FILES["small"], "w") as products,
-        open(folder / INSTRUCTION_FILES["small"], "w") as instructions,
+        open(folder / PRODUCT_FILES["all"], "w") as products,
+        open(folder / INSTRUCTION_FILES["all"], "w") as instructions,
     ):
         products.write("[")
         instructions.write("{")
@@ -67,7 +65,7 @@ def make_shop(source: Path, folder: Path, count: int, seed: int = 0) -> None:
 def measure(folder: str, queries: int, episodes: int) -> dict[str, float]:
     """Load the shop of ``folder`` in this process, then search, play and copy."""
     before, wall, cpu = memory_mib(), time.perf_counter(), time.process_time()
-    environment = WebshopEnvironment(folder)
+    environment = WebshopEnvironment(folder, products="all")
     catalogue = environment._catalogue
     result = {
         "load_s": time.perf_counter() - wall,
@@ -94,7 +92,7 @@ def measure(folder: str, queries: int, episodes: int) -> dict[str, float]:
             steps.append(1e3 * (time.process_time() - start))
     result["click_cpu_ms"] = statistics.median(steps)
     start_mib, count = memory_mib(), 1000
-    copies = [WebshopEnvironment(folder) for _ in range(count)]
+    copies = [WebshopEnvironment(folder, products="all") for _ in range(count)]
     for copy in copies:
         copy.reset("0")
     result["memory_per_episode_kib"] = 1024 * (memory_mib() - start_mib) / count
@@ -112,18 +110,29 @@ def main() -> None:
     rows = {}
     context = multiprocessing.get_context("spawn")
     print(
-        f"{'products':>9} {'goals':>10} {'load s':>8} {'CPU s':>8} {'peak MiB':>9} {'MiB':>8} {'query ms':>9} {'click ms':>9}"
+        f"{'products':>9} {'goals':>10} {'load s':>8} {'CPU s':>8} {'again s':>8} {'CPU s':>8} {'peak MiB':>9} "
+        f"{'again MiB':>9} {'index MiB':>9} {'query ms':>9} {'click ms':>9}"
     )
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             make_shop(Path(arguments.data_dir), Path(folder), size)
-            megabytes = (Path(folder) / PRODUCT_FILES["small"]).stat().st_size / 2**20
-            with context.Pool(1) as pool:
-                row = pool.apply(measure, (folder, 200, 30))
-        rows[size] = {"file_mib": megabytes, **row}
+            megabytes = (Path(folder) / PRODUCT_FILES["all"]).stat().st_size / 2**20
+            runs = []
+            for _ in range(2):
+                with context.Pool(1) as pool:
+                    runs.append(pool.apply(measure, (folder, 200, 30)))
+                    pool.close()
+                    pool.join()
+            index = sum(file.stat().st_size for file in Path(folder).glob("*.bm25s-*/*")) / 2**20
+        row, again = runs
+        kept = {
+            f"again_{key}": again[key] for key in ("load_s", "load_cpu_s", "peak_mib", "memory_mib", "query_cpu_ms")
+        }
+        rows[size] = row = {"file_mib": megabytes, "index_mib": index, **row, **kept}
         print(
-            f"{size:9,} {row['goals']:10,} {row['load_s']:8.1f} {row['load_cpu_s']:8.1f} {row['peak_mib']:9.0f} "
-            f"{row['memory_mib']:8.0f} {row['query_cpu_ms']:9.2f} {row['click_cpu_ms']:9.3f}",
+            f"{size:9,} {row['goals']:10,} {row['load_s']:8.1f} {row['load_cpu_s']:8.1f} {row['again_load_s']:8.1f} "
+            f"{row['again_load_cpu_s']:8.1f} {row['peak_mib']:9.0f} {row['again_memory_mib']:9.0f} {index:9.0f} "
+            f"{row['query_cpu_ms']:9.2f} {row['click_cpu_ms']:9.3f}",
             flush=True,
         )
     result = {
@@ -136,7 +145,7 @@ def main() -> None:
         small, large = sorted(rows)[-2:]
         per = {
             key: (rows[large][key] - rows[small][key]) / (large - small)
-            for key in ("load_cpu_s", "peak_mib", "memory_mib")
+            for key in ("load_cpu_s", "again_load_cpu_s", "peak_mib", "memory_mib", "again_memory_mib", "index_mib")
         }
         result["extrapolated"] = {key: rows[large][key] + slope * (FULL - large) for key, slope in per.items()} | {
             "products": FULL,

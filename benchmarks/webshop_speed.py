@@ -1,8 +1,9 @@
-"""What loading, a reset, a step and a snapshot of WebShop cost here, and how many steps a second one process makes.
+"""What loading, a reset, a step and a snapshot of WebShop cost here, and steps a second of 1, 16 and 128 episodes at once.
 
 A random agent shops: it searches for words of its instruction, else clicks at random, and starts anew after a purchase.
-Times are wall milliseconds. The original's figures were recorded on another occasion (its text environment with the same
-1000 products), not in this run, so read the ratios as orders of magnitude.
+Times of single calls are wall milliseconds. Steps a second leave out resets, and the search for nouns in titles, which each
+process does once for each title, some 5 ms. The original's figures were recorded on another
+occasion (its text environment with the same 1000 products), not in this run, so read the ratios as orders of magnitude.
 
     WEBSHOP_DATA=some/folder python benchmarks/webshop_speed.py
 """
@@ -18,8 +19,12 @@ import random
 import statistics
 import time
 from collections import defaultdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+
+import episodes
+from episodes import memory_mib
 
 from verl_bpo.envs.webshop import WebshopEnvironment
 from verl_bpo.sandbox.base import Observation
@@ -38,10 +43,18 @@ ORIGINAL = {
 SUB_PAGES = ("click[description]", "click[features]", "click[reviews]")
 
 
-def memory_mib() -> float:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+LONGEST = 15
+"""Steps of an episode where many are played at once; the recipes' limit."""
+
+
+def choose(observation: Observation, rng: random.Random) -> str:
+    actions = observation.actions
+    if actions[0].startswith("search["):
+        words = observation.text.split("[SEP]")[2].split()
+        return f"search[{' '.join(rng.sample(words, min(4, len(words))))}]"
+    if "click[buy now]" in actions and rng.random() < 0.3:
+        return "click[buy now]"
+    return rng.choice([action for action in actions if action != "click[back to search]"])
 
 
 class Shopper:
@@ -56,13 +69,7 @@ class Shopper:
         return self.observation
 
     def choose(self) -> str:
-        actions = self.observation.actions
-        if actions[0].startswith("search["):
-            words = self.observation.text.split("[SEP]")[2].split()
-            return f"search[{' '.join(self.rng.sample(words, min(4, len(words))))}]"
-        if "click[buy now]" in actions and self.rng.random() < 0.3:
-            return "click[buy now]"
-        return self.rng.choice([action for action in actions if action != "click[back to search]"])
+        return choose(self.observation, self.rng)
 
     def step(self, action: str) -> Observation:
         self.observation = self.environment.step(action)
@@ -115,13 +122,11 @@ def time_calls(shopper: Shopper, turns: int) -> dict[str, dict[str, float]]:
     }
 
 
-def steps_per_second(environments: list[WebshopEnvironment], tasks: int, turns: int, seed: int) -> float:
-    """``turns`` turns in all, the episodes taking theirs one after the other."""
-    shoppers = [Shopper(environment, tasks, seed + i) for i, environment in enumerate(environments)]
-    start = time.perf_counter()
-    for turn in range(turns):
-        shoppers[turn % len(shoppers)].turn()
-    return turns / (time.perf_counter() - start)
+def with_nouns(data_dir: str | None) -> WebshopEnvironment:
+    environment = WebshopEnvironment(data_dir)
+    for product in environment._catalogue.products:
+        environment._catalogue.nouns(product.title)
+    return environment
 
 
 def main() -> None:
@@ -144,18 +149,17 @@ def main() -> None:
     cold = time_calls(Shopper(environment, tasks, seed=1), arguments.turns)
     warm = time_calls(Shopper(environment, tasks, seed=2), arguments.turns)
 
-    throughput = {}
-    for count in (1, 16, 128):
-        group = [WebshopEnvironment(arguments.data_dir) for _ in range(count)]
-        throughput[count] = steps_per_second(group, tasks, arguments.turns, seed=100 * count)
+    make = partial(with_nouns, arguments.data_dir)
+    goals = [str(index) for index in range(tasks)]
+    throughput = episodes.measure(make, choose, goals, longest=LONGEST, steps=arguments.turns)
 
-    many, episodes = 2000, []
+    many, shoppers = 2000, []
     start_mib = memory_mib()
     for index in range(many):
-        episodes.append(Shopper(WebshopEnvironment(arguments.data_dir), tasks, seed=index))
-        episodes[-1].step("search[shoes]")
+        shoppers.append(Shopper(WebshopEnvironment(arguments.data_dir), tasks, seed=index))
+        shoppers[-1].step("search[shoes]")
     per_episode_kib = 1024 * (memory_mib() - start_mib) / many
-    shopper = episodes[-1]
+    shopper = shoppers[-1]
     while "click[buy now]" not in shopper.observation.actions:
         shopper.turn()
 
@@ -174,7 +178,7 @@ def main() -> None:
         "rss_end_mib": memory_mib(),
         "calls_first_pass": cold,
         "calls_second_pass": warm,
-        "steps_per_second": throughput,
+        "episodes_at_once": throughput,
         "memory_per_episode_kib": per_episode_kib,
         "snapshot_bytes": len(pickle.dumps(shopper.environment.save_state())),
         "original": ORIGINAL,
@@ -194,8 +198,7 @@ def main() -> None:
     for label, row in warm.items():
         first = cold[label]["mean_ms"] if label in cold else float("nan")
         print(f"{label:32} {first:18.4f} {row['mean_ms']:14.4f} {row['median_ms']:10.4f} {row['p95_ms']:10.4f}")
-    for count, rate in throughput.items():
-        print(f"{count:4} episodes: {rate:8.0f} steps/s")
+    episodes.show(throughput)
     print(f"memory per episode {per_episode_kib:.1f} KiB, snapshot {result['snapshot_bytes']} bytes")
     for label, ratio in result["ratio_of_original_to_here"].items():
         print(f"{label}: {ratio:.0f}x")

@@ -51,7 +51,8 @@ tiny_model() {
     set -- repair
   fi
   verl-bpo warmstart --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
-    --hidden-size 32 --heads 2 --template think_action "${prompt[@]}"
+    --until-success 0 --overwrite --hidden-size 32 --heads 2 --template think_action "${prompt[@]}"
+  echo "SMOKE=1: this model has learned next to nothing. It tries the script; what it wins means nothing."
 }
 
 train() {
@@ -76,6 +77,7 @@ train() {
     printf '%s\0' "$@"
     exit
   fi
+  export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-runs} # else into verl_bpo/ of this folder, among the sources
   "prepare_$environment"
   [ -z "$SMOKE" ] || tiny_model "$environment"
   exec verl-bpo train "$@"

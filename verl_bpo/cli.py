@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from verl_bpo import __version__
 
@@ -52,7 +53,7 @@ def _make_games(arguments: argparse.Namespace) -> int:
 def _make_data(arguments: argparse.Namespace) -> int:
     from verl_bpo.data import write_prompts
 
-    kwargs = {"root": arguments.root} if arguments.root else {}
+    kwargs = _kwargs(arguments) | ({"root": arguments.root} if arguments.root else {})
     record = write_prompts(
         arguments.env,
         arguments.split,
@@ -72,20 +73,29 @@ def _prepare(arguments: argparse.Namespace) -> int:
     return main(arguments)
 
 
-def _json_object(text: str) -> dict[str, object]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"max_steps\": 30}}'")
-    return value
-
-
 def _check_env(arguments: argparse.Namespace) -> int:
     from verl_bpo.envs.check import main
 
-    return main(arguments.env, arguments.tasks, arguments.split, arguments.root, arguments.kwargs)
+    return main(arguments.env, arguments.tasks, arguments.split, arguments.root, _kwargs(arguments))
+
+
+def _kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``--kwargs`` holds, tried against the environment's constructor."""
+    from verl_bpo.envs import load_environment
+
+    try:
+        kwargs = json.loads(arguments.kwargs)
+    except ValueError as error:
+        raise ValueError(f"--kwargs {arguments.kwargs} is no JSON: {error}") from error
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--kwargs {arguments.kwargs} is no JSON object, such as '{{\"name\": 1}}'")
+    signature = inspect.signature(load_environment(arguments.env))
+    try:
+        signature.bind_partial(**kwargs)
+    except TypeError as error:
+        known = ", ".join(signature.parameters)
+        raise ValueError(f"--kwargs: environment {arguments.env} {error}; it takes {known}") from error
+    return kwargs
 
 
 def _warmstart(arguments: argparse.Namespace) -> int:
@@ -115,7 +125,6 @@ def config_table() -> list[tuple[str, object, str]]:
 
 def _table(cls: type, prefix: str) -> list[tuple[str, object, str]]:
     import ast
-    import inspect
     import textwrap
 
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
@@ -190,6 +199,7 @@ def parser() -> argparse.ArgumentParser:
 
     from verl_bpo.envs import ENVIRONMENTS
 
+    kwargs = {"default": "{}", "help": "the environment's arguments, as bpo.env.kwargs, in JSON"}
     environments = f"environment: {', '.join(ENVIRONMENTS)}, package.module:Class or file.py:Class"
     data = add("make-data", _make_data, "write a split's tasks as a verl prompt file (parquet)")
     data.add_argument("env", help=environments)
@@ -199,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--limit", type=int, help="first so many tasks")
     data.add_argument("--panel", type=int, help="so many tasks drawn by their names, the same ones every time")
     data.add_argument("--seed", type=int, default=0, help="seed of every task's reset")
+    data.add_argument("--kwargs", **kwargs)
 
     from verl_bpo.envs.swebench.prepare import add_arguments as add_prepare
 
@@ -214,7 +225,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--tasks", type=int, default=3, help="tasks to play (default 3)")
     check.add_argument("--split", default="train")
     check.add_argument("--root", help="folder with the environment's data, where it needs one")
-    check.add_argument("--kwargs", type=_json_object, default={}, help="the constructor's arguments, as JSON")
+    check.add_argument("--kwargs", **kwargs)
 
     from verl_bpo.warmstart import add_arguments
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,11 @@ def write_prompts(
         out: the parquet file.
         limit: first so many tasks of the environment's own fixed order, which may go by kind.
         panel: so many tasks drawn by a hash of their names: a fixed sample, whatever the order of files on a disk.
-        kwargs: passed to the environment's ``tasks``.
+        kwargs: passed to the environment's ``tasks``: the constructor's arguments and ``root``.
 
     Returns:
         The record that also stands in the file's metadata (:func:`read_record`): ``env``, ``split``, ``rows``, ``seed``
-        and ``sha256`` over the tasks' names, seeds and (where they are files) contents, by which two people can tell that
+        and ``sha256`` over the tasks' names, seeds and contents, by which two people can tell that
         they evaluate on the same panel.
 
     Raises:
@@ -69,14 +71,14 @@ def write_prompts(
         }
         for index, task in enumerate(tasks)
     ]
-    digest = _digest(tasks, seed, (kwargs or {}).get("root"), environment.task_file)
+    digest = _digest(tasks, seed, (kwargs or {}).get("root"), partial(environment.task_content, **(kwargs or {})))
     record = {"env": env, "split": split, "rows": len(rows), "seed": seed, "sha256": digest}
     table = pyarrow.Table.from_pylist(rows)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), RECORD: json.dumps(record).encode()})
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    pyarrow.parquet.write_table(table, partial)
-    os.replace(partial, out)
+    unfinished = out.with_name(f".{out.name}.partial")
+    pyarrow.parquet.write_table(table, unfinished)
+    os.replace(unfinished, out)
     return record
 
 
@@ -93,11 +95,9 @@ def _name(task: str, root: str | None) -> str:
     return os.path.relpath(task, Path(root).expanduser().absolute()) if root and os.path.isabs(task) else task
 
 
-def _digest(tasks: list[str], seed: int, root: str | None, locate: Any) -> str:
+def _digest(tasks: list[str], seed: int, root: str | None, content: Callable[[str], bytes]) -> str:
     digest = hashlib.sha256()
     for task in tqdm(tasks, desc="checksum", unit="task", leave=False, disable=None):
         digest.update(f"{_name(task, root)}\0{seed}\0".encode())
-        file = locate(task)
-        if file is not None:
-            digest.update(Path(file).read_bytes())
+        digest.update(content(task))
     return digest.hexdigest()

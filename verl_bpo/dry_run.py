@@ -184,7 +184,7 @@ def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]
             task = next(iter(pandas.read_parquet(path, columns=["extra_info"]).extra_info), None)
             try:
                 if task is not None:
-                    load_environment(task.get("env") or bpo.env.name).task_file(task["task"])
+                    load_environment(task.get("env") or bpo.env.name).check_task(task["task"], **bpo.env.kwargs)
             except SandboxError as error:
                 missing.append(f"data.{key}: {name}: {error}")
     return missing

@@ -62,7 +62,7 @@ class WarmstartOptions:
     """Walkthroughs a step."""
     learning_rate: float = 2e-3
     until_success: float = 0.25
-    """Stop once this share of the held-out train games is won, sampling at temperature 1."""
+    """Stop once this share of the held-out train games is won, sampling at temperature 1. 0: at the first measurement."""
     games: int = 0
     """Most train games that are used, drawn by the seed. 0: all."""
     held_out: int = 48
@@ -85,8 +85,8 @@ class WarmstartOptions:
                 raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must be at least 1")
         if self.hidden_size % (2 * self.heads):
             raise ValueError(f"--hidden-size={self.hidden_size} must be a multiple of twice --heads={self.heads}")
-        if not 0 < self.until_success <= 1:
-            raise ValueError(f"--until-success={self.until_success} must lie in (0, 1]")
+        if not 0 <= self.until_success <= 1:
+            raise ValueError(f"--until-success={self.until_success} must lie in [0, 1]")
         if not 0 <= self.detours < 1:
             raise ValueError(f"--detours={self.detours} must lie in [0, 1)")
 

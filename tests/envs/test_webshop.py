@@ -16,7 +16,8 @@ pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_b
 
 from four_products import INSTRUCTIONS, PRODUCTS
 
-from verl_bpo.envs.webshop import WebshopEnvironment, catalogue, nouns, pages
+from verl_bpo.data import write_prompts
+from verl_bpo.envs.webshop import WebshopEnvironment, catalogue, nouns, pages, search
 from verl_bpo.envs.webshop.goals import Goals, sampling_weights
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import TaskError
@@ -586,6 +587,104 @@ def test_data_folder_may_come_from_the_environment_variable(small_shop, monkeypa
 def test_wrong_argument_names_the_choices(small_shop, arguments):
     with pytest.raises(ValueError, match="is not one of"):
         WebshopEnvironment(small_shop, **arguments)
+
+
+@pytest.fixture
+def full_shop(small_shop, tmp_path, monkeypatch):
+    """The four products under the names of the full shop's files."""
+    for name, full in (("items_shuffle_1000", "items_shuffle"), ("items_ins_v2_1000", "items_ins_v2")):
+        (tmp_path / f"{full}.json").write_bytes((small_shop / f"{name}.json").read_bytes())
+    (tmp_path / "items_human_ins.json").write_bytes((small_shop / "items_human_ins.json").read_bytes())
+    return tmp_path
+
+
+def load(folder, **arguments):
+    """A shop loaded anew, as another process would."""
+    catalogue._load.cache_clear()
+    return WebshopEnvironment(folder, products="all", **arguments)._catalogue
+
+
+def forbid_building(monkeypatch):
+    def refuse(self, documents):
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(search.Bm25sSearch, "_built", refuse)
+
+
+QUERIES = ("shoes", "minty tea", "s", "rubber sole red", "nothing")
+
+
+def test_full_shop_keeps_its_search_index(full_shop, monkeypatch):
+    built = load(full_shop)
+    (kept,) = full_shop.glob("items_shuffle.json.bm25s-*")
+    forbid_building(monkeypatch)
+    for goals in ("synthetic", "human"):
+        again = load(full_shop, goals=goals)
+        assert [again.search(query) for query in QUERIES] == [built.search(query) for query in QUERIES]
+    assert sorted(full_shop.iterdir()) == sorted([*full_shop.glob("items_*.json"), kept])  # nothing unfinished
+
+
+def test_index_of_another_product_file_is_not_taken(full_shop):
+    load(full_shop)
+    rows = [{**PRODUCTS[2], "name": "umbrella"}]
+    (full_shop / "items_shuffle.json").write_text(json.dumps(rows))
+    assert load(full_shop).search("umbrella") == (0,)
+    assert len(list(full_shop.glob("items_shuffle.json.bm25s-*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["data.csc.index.npy", "vocab.index.json", "params.index.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_unreadable_index_is_built_again_with_a_warning(full_shop, monkeypatch, name, damage):
+    built = load(full_shop)
+    (kept,) = full_shop.glob("items_shuffle.json.bm25s-*")
+    file = kept / name
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        file.unlink()
+    with pytest.warns(UserWarning, match="can't be read .* built again"):
+        assert load(full_shop).search("shoes") == built.search("shoes")
+    forbid_building(monkeypatch)
+    load(full_shop)
+
+
+def test_index_that_cannot_be_kept_is_said(full_shop, monkeypatch):
+    def full(index, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(search, "_keep", full)
+    with pytest.warns(UserWarning, match="can't be kept .*No space left"):
+        assert load(full_shop).search("minty tea") == (2,)
+
+
+def test_small_shop_keeps_nothing(small_shop):
+    catalogue._load.cache_clear()
+    WebshopEnvironment(small_shop)
+    assert not list(small_shop.glob("*bm25s*"))
+
+
+def test_tasks_of_other_shops_name_their_shop(full_shop, small_shop):
+    (task,) = WebshopEnvironment.tasks("test", data_dir=full_shop, products="all", goals="human")
+    assert task == "all-human:0"
+    human = WebshopEnvironment(full_shop, products="all", goals="human")
+    assert human.reset(task) == human.reset("0")
+    with pytest.raises(
+        TaskError, match="'all-human:0' is no goal of this WebShop, which is small-synthetic: set products"
+    ):
+        WebshopEnvironment(small_shop).reset(task)
+
+
+def test_prompt_files_of_other_goals_have_another_checksum(full_shop, small_shop, tmp_path):
+    sums = {
+        write_prompts("webshop", "test", tmp_path / "x.parquet", kwargs={"root": folder, **kwargs})["sha256"]
+        for folder, kwargs in (
+            (small_shop, {}),
+            (small_shop, {"seed": 2}),
+            (full_shop, {"products": "all"}),
+            (full_shop, {"products": "all", "goals": "human"}),
+        )
+    }
+    assert len(sums) == 4
 
 
 def test_pyserini_must_be_asked_for_with_its_index(small_shop, tmp_path):

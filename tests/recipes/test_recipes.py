@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas
 import pytest
 
 from verl_bpo.dry_run import dry_run, recipe_arguments, render
@@ -107,6 +108,22 @@ def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "elsewhere"))
     missing = dry_run(arguments, 80.0, REPOSITORY).missing
     assert len(missing) == 3 and "no ALFWorld game at" in missing[0] and "alfworld-download" in missing[0]
+
+
+def test_a_shop_that_is_gone_or_another_one_is_named(monkeypatch, tmp_path):
+    pytest.importorskip("thefuzz")
+    rows = [{"env": "webshop", "task": "0"}, {"env": "webshop", "task": "all-human:0"}]
+    for split, row in zip(("train", "test"), rows):
+        pandas.DataFrame({"extra_info": [row]}).to_parquet(tmp_path / f"{split}.parquet")
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setenv("WEBSHOP_DATA", str(tmp_path))
+    arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/webshop/run_qwen2.5_1.5b.sh")
+    gone, other = dry_run(arguments, 80.0, REPOSITORY).missing
+    assert "train.parquet: no " in gone and "items_shuffle_1000.json" in gone and "setup.sh" in gone
+    assert "test.parquet: 'all-human:0' is no goal of this WebShop, which is small-synthetic" in other
+    for name in ("items_shuffle_1000.json", "items_ins_v2_1000.json"):
+        (tmp_path / name).touch()
+    assert dry_run(arguments, 80.0, REPOSITORY).missing == [other]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ _BUILT_IN = {
     "webshop": _Entry(
         "verl_bpo.envs.webshop:WebshopEnvironment",
         "WebShop: shopping on simulated pages; set WEBSHOP_DATA to the benchmark's data folder",
-        "pip install verl_bpo[webshop]",
+        "pip install '.[webshop]' in verl_bpo's folder",
     ),
     "repair": _Entry(
         "verl_bpo.envs.repair:RepairEnvironment",

@@ -122,9 +122,24 @@ class Environment(ABC):
 
     @classmethod
     def task_file(cls, task: str) -> Path | None:
-        """The file that holds the task, if it is one (for checksums)."""
+        """The file that holds the task, if it is one."""
         path = Path(task).expanduser()
         return path if path.is_file() else None
+
+    @classmethod
+    def check_task(cls, task: str, **kwargs: Any) -> None:
+        """Look, without loading it, whether the task's data is there. ``kwargs``: the constructor's.
+
+        Raises:
+            TaskError: it isn't; the message says where to get it.
+        """
+        cls.task_file(task)
+
+    @classmethod
+    def task_content(cls, task: str, **kwargs: Any) -> bytes:
+        """What a prompt file's checksum covers of the task beside its name. ``kwargs``: as ``tasks`` took them."""
+        path = cls.task_file(task)
+        return path.read_bytes() if path else b""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from verl_bpo.envs.webshop.goals import Goals, human_goals, synthetic_goals
 from verl_bpo.envs.webshop.nouns import title_nouns
-from verl_bpo.envs.webshop.search import MAX_RESULTS, Bm25sSearch, PyseriniSearch
+from verl_bpo.envs.webshop.search import MAX_RESULTS, Bm25sSearch, PyseriniSearch, index_folder
 from verl_bpo.sandbox.base import TaskError
 
 PRODUCT_FILES = {"small": "items_shuffle_1000.json", "all": "items_shuffle.json"}
@@ -28,6 +30,8 @@ HUMAN_FILE = "items_human_ins.json"
 _SHUFFLE_SEED = 233
 _DEFAULT_PRICE = 100.0
 _WINDOW = 1 << 24
+_BAR: dict[str, Any] = {"leave": False, "disable": None, "delay": 3.0}
+"""Progress is shown on a terminal, of what takes longer than three seconds."""
 _PARSED = 8192
 """Products kept parsed: all of the small shop, and those that episodes look at of the large one."""
 
@@ -84,7 +88,9 @@ class Products(Sequence[Product]):
         self.index_of: dict[str, int] = {}
         self.categories: list[str] = []
         self.queries: list[str] = []
+        shown = tqdm(total=len(self._data), desc=f"reading {path.name}", unit="B", unit_scale=True, **_BAR)
         for start, end, row in _records(self._data):
+            shown.update(end - shown.n)
             asin = row["asin"]
             if asin == "nan" or len(asin) > 10 or asin in self.index_of:
                 continue
@@ -97,6 +103,7 @@ class Products(Sequence[Product]):
             self.categories.append(sys.intern(product.category))
             self.queries.append(sys.intern(product.query))
             seen(product)
+        shown.close()
         self._parsed = lru_cache(_PARSED)(self._parse)
 
     def __len__(self) -> int:
@@ -159,6 +166,20 @@ class Catalogue:
         return self._search(query)
 
 
+def check_files(folder: Path, products: str, goals: str) -> None:
+    """Whether a shop's files are in ``folder``.
+
+    Raises:
+        TaskError: one isn't.
+    """
+    human = [HUMAN_FILE] if goals == "human" else []
+    for name in (PRODUCT_FILES[products], INSTRUCTION_FILES[products], *human):
+        try:
+            (folder / name).stat()
+        except OSError as error:
+            raise _missing(folder / name, error) from error
+
+
 _lock = threading.Lock()
 
 
@@ -206,7 +227,8 @@ def _load(data_dir: str, products: str, goals: str, search: str, index_dir: str 
     if search == "pyserini":
         index: Any = PyseriniSearch(index_dir, list(items.index_of))
     else:
-        index = Bm25sSearch(item.document for item in items)
+        documents = tqdm((item.document for item in items), "indexing", len(items), unit="product", **_BAR)
+        index = Bm25sSearch(documents, index_folder(path) if products == "all" else None)
     return Catalogue(items, prices, found, index, title_nouns())
 
 

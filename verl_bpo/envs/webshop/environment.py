@@ -6,10 +6,10 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_bpo.envs.webshop import pages
-from verl_bpo.envs.webshop.catalogue import Catalogue, load_catalogue
+from verl_bpo.envs.webshop.catalogue import Catalogue, check_files, load_catalogue
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import Environment, Observation, TaskError
 
@@ -40,7 +40,8 @@ class State(NamedTuple):
 
 
 class WebshopEnvironment(Environment):
-    """The shop of WebShop. A task is a goal's index, as a string.
+    """The shop of WebShop. A task is a goal's index, as a string; :meth:`tasks` of another shop than the small one with
+    synthetic goals begin with its name, as in ``all-human:17``, so that no goal is taken for another shop's.
 
     Actions are ``search[words]``, understood on every page, and ``click[what]``. ``Observation.actions`` is the original's
     ``get_available_actions`` as actions: ``search[<query>]`` where the page has a search bar, then ``click[x]`` for each of
@@ -79,15 +80,16 @@ class WebshopEnvironment(Environment):
         _one_of("observation", observation, ("text", "text_rich"))
         self._rich = observation == "text_rich"
         self._show_attributes = show_attributes
+        self._shop = _shop_name(products, goals)
         self._catalogue = _catalogue(data_dir, products, goals, search, index_dir, seed)
         self._state: State | None = None
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         """Open the goal with index ``task``. ``seed`` only decides what the query ``<r>`` finds."""
-        goals = len(self._catalogue.goals)
-        if not (task.isascii() and task.isdigit() and int(task) < goals):
+        index, goals = _index(task, self._shop), len(self._catalogue.goals)
+        if not (index.isascii() and index.isdigit() and int(index) < goals):
             raise TaskError(f"no WebShop goal {task!r}: tasks are 0 to {goals - 1}")
-        self._enter(State(int(task), seed))
+        self._enter(State(int(index), seed))
         return self._observe()
 
     def step(self, action: str) -> Observation:
@@ -137,32 +139,39 @@ class WebshopEnvironment(Environment):
         return actions if rewards[-1] == 1.0 else None
 
     @classmethod
-    def tasks(
-        cls,
-        split: str = "train",
-        data_dir: str | Path | None = None,
-        products: str = "small",
-        goals: str = "synthetic",
-        search: str = "bm25s",
-        index_dir: str | Path | None = None,
-        seed: int = 233,
-        root: str | Path | None = None,
-        **kwargs: object,
-    ) -> list[str]:
+    def tasks(cls, split: str = "train", **kwargs: Any) -> list[str]:
         """Goals 0 to 499 are ``test``, as in the original; all others are ``train``.
 
         The original trains on human goals from 1500 on and validates on 500 to 1499; agents trained on synthetic goals
-        commonly take all from 500 on. ``root``: another name for ``data_dir``.
-        ``kwargs``: the constructor's other arguments, which change no task.
+        commonly take all from 500 on.
+
+        Args:
+            kwargs: the constructor's arguments, or ``root`` for ``data_dir``.
 
         Raises:
             ValueError: an unknown split.
             TaskError: a data file is missing or broken.
         """
         _one_of("split", split, ("train", "test"))
-        count = len(_catalogue(data_dir or root, products, goals, search, index_dir, seed).goals)
+        count = len(_catalogue(**kwargs).goals)
+        name = _shop_name(**kwargs)
+        prefix = "" if name == _shop_name() else f"{name}:"
         chosen = range(TEST_GOALS, count) if split == "train" else range(min(TEST_GOALS, count))
-        return [str(index) for index in chosen]
+        return [f"{prefix}{index}" for index in chosen]
+
+    @classmethod
+    def task_file(cls, task: str) -> None:
+        return None
+
+    @classmethod
+    def check_task(cls, task: str, **kwargs: Any) -> None:
+        _index(task, _shop_name(**kwargs))
+        check_files(_data_folder(**kwargs), kwargs.get("products", "small"), kwargs.get("goals", "synthetic"))
+
+    @classmethod
+    def task_content(cls, task: str, **kwargs: Any) -> bytes:
+        goal = _catalogue(**kwargs).goals[int(task.rpartition(":")[2])]
+        return f"{goal.product.asin}\0{goal.instruction_text}\0".encode()
 
     def _enter(self, state: State) -> None:
         self._state = state
@@ -241,22 +250,43 @@ def _parse(action: str) -> tuple[str, str]:
     return (match[1], match[2].lower()) if match else ("", "")
 
 
+def _shop_name(products: str = "small", goals: str = "synthetic", **others: object) -> str:
+    return f"{products}-{goals}"
+
+
+def _index(task: str, shop: str) -> str:
+    """The goal's index in ``shop``, of which it must be a task."""
+    name, _, index = task.rpartition(":")
+    if name not in ("", shop):
+        raise TaskError(
+            f"{task!r} is no goal of this WebShop, which is {shop}: set products and goals in bpo.env.kwargs as in the "
+            "--kwargs that the prompt file was made with"
+        )
+    return index
+
+
+def _data_folder(data_dir: str | Path | None = None, root: str | Path | None = None, **others: object) -> Path:
+    folder = data_dir or root or os.environ.get("WEBSHOP_DATA")
+    if not folder:
+        raise TaskError("WebShop's data isn't named: set WEBSHOP_DATA or data_dir to its data folder")
+    return Path(folder).expanduser().resolve()
+
+
 def _catalogue(
-    data_dir: str | Path | None,
-    products: str,
-    goals: str,
-    search: str,
-    index_dir: str | Path | None,
-    seed: int,
+    data_dir: str | Path | None = None,
+    products: str = "small",
+    goals: str = "synthetic",
+    search: str = "bm25s",
+    index_dir: str | Path | None = None,
+    seed: int = 233,
+    root: str | Path | None = None,
+    **others: object,
 ) -> Catalogue:
     _one_of("products", products, ("small", "all"))
     _one_of("goals", goals, ("synthetic", "human"))
     _one_of("search", search, ("bm25s", "pyserini"))
-    folder = data_dir or os.environ.get("WEBSHOP_DATA")
-    if not folder:
-        raise TaskError("WebShop's data isn't named: set WEBSHOP_DATA or data_dir to its data folder")
-    folder = Path(folder).expanduser().resolve()
-    return load_catalogue(str(folder), products, goals, search, str(index_dir) if index_dir else None, seed)
+    folder = str(_data_folder(data_dir, root))
+    return load_catalogue(folder, products, goals, search, str(index_dir) if index_dir else None, seed)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
