@@ -1,3 +1,4 @@
+import fcntl
 import os
 import shutil
 import signal
@@ -267,6 +268,24 @@ def test_a_killed_owner_takes_its_commands_with_it_and_its_folder_is_reclaimed(t
         time.sleep(0.05)
     assert not running("sleep 66.6") and not Path(f"/proc/{keeper}").exists()
     assert reclaim(tmp_path) == [Path(folder)] and not Path(folder).exists()
+
+
+def test_a_scratch_folder_in_the_making_is_not_reclaimed(tmp_path, monkeypatch):
+    """Another process that starts at that moment looks for folders whose owner is gone."""
+    lock = fcntl.flock
+
+    def just_before_it_is_held(descriptor, how):
+        monkeypatch.setattr("fcntl.flock", lock)
+        assert reclaim(tmp_path) == []
+        lock(descriptor, how)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    Scratch("first").close()  # this process has looked already
+    monkeypatch.setattr("fcntl.flock", just_before_it_is_held)
+    scratch = Scratch("test")
+    assert scratch.folder.is_dir() and reclaim(tmp_path) == []
+    scratch.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_scratch_folders_go_with_their_object(tmp_path, monkeypatch):

@@ -26,11 +26,14 @@ class Scratch:
             _reclaimed.add(parent)
             reclaim(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=parent))
-        self._lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = self.path / "files"
         """What the owner may use."""
         self.folder.mkdir()
+        # Under its own name only once it is held: another process that starts now would take it for a dead one's.
+        unheld = self.path / "unheld"
+        self._lock = os.open(unheld, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unheld.rename(self.path / "lock")
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
 
     def close(self) -> None:
