@@ -291,7 +291,7 @@ def main() -> int:
             raise SystemExit("\ninterrupted: the same command goes on from here") from None
         if not done:
             failed.append(run.title)
-            print(f"failed: see {folder / 'train.log'}", file=sys.stderr)
+            print(f"failed: see above, and {folder / 'train.log'}", file=sys.stderr)
     if arguments.list:
         return 0
     subprocess.run(
