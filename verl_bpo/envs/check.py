@@ -420,9 +420,8 @@ class _Checker:
             for episode in self.episodes:
                 _timed(samples["reset"], world.environment.reset, episode.task, self.seed)
                 for action in episode.actions:
-                    _timed(
-                        samples["load"], world.load, _timed(samples["save"], world.save)
-                    )  # copies, where it has none
+                    saved = _timed(samples["save"], world.save)  # a copy, where the environment has no save_state
+                    _timed(samples["load"], world.load, saved)
                     _timed(samples["step"], world.environment.step, action)
         finally:
             sandbox.close()
