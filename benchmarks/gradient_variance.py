@@ -62,6 +62,7 @@ ESTIMATORS: dict[str, dict[str, dict[str, str]]] = {
         "BPO paper": LOO,
         "BPO paper, path weights": LOO | {"weighting": "path_probability"},
         "BPO paper, trajectory baseline": {"baseline": "trajectory"},
+        "BPO paper, shrunk baseline": {"baseline": "shrunk"},
     },
     "random": {"BPO random": LOO},
     "fixed": {"BPO fixed interval": LOO},
@@ -69,6 +70,7 @@ ESTIMATORS: dict[str, dict[str, dict[str, str]]] = {
         "BPO guided": LOO | {"leaf_return": "tree_mean"},
         "BPO guided, path weights": LOO | {"leaf_return": "tree_mean", "weighting": "path_probability"},
         "BPO guided, trajectory baseline": {"baseline": "trajectory"},
+        "BPO guided, shrunk baseline": {"baseline": "shrunk", "leaf_return": "tree_mean"},
     },
     "guided4": {"BPO guided K4": LOO | {"leaf_return": "tree_mean"}},
 }
@@ -83,10 +85,25 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tree_gradients(model: Any, tree: Tree, estimators: dict[str, dict[str, str]], windowed: bool) -> dict[str, Any]:
-    """Per estimator: sum over trained tokens of weight * advantage * grad log-prob, flat, and their number."""
-    session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
-    turns = build_batch({"0": session}, {"0": "0"}).turns
+def batch_gradients(
+    model: Any, trees: list[Tree], estimators: dict[str, dict[str, str]], windowed: bool
+) -> dict[str, np.ndarray]:
+    """Per estimator: sum over trained tokens of weight * advantage * grad log-prob, flat, over their number."""
+    empty: dict[str, list] = {"counters": {}, "failures": [], "scores": []}
+    sessions = {str(i): {"topology": topology(tree), **empty} for i, tree in enumerate(trees)}
+    batch = build_batch(sessions, {name: name for name in sessions})
+    results = {name: sibling_advantages(batch.turns, **options) for name, options in estimators.items()}
+    sums = {name: [0.0, 0] for name in estimators}
+    for tree, start, size in zip(trees, batch.offset.values(), batch.tree_sizes, strict=True):
+        own = {name: (r.advantage * r.weight, r.valid) for name, r in results.items()}
+        own = {name: [x[start : start + size] for x in pair] for name, pair in own.items()}
+        for name, (g, n) in tree_gradients(model, tree, own, windowed).items():
+            sums[name] = [sums[name][0] + g, sums[name][1] + n]
+    return {name: g / max(n, 1) for name, (g, n) in sums.items()}
+
+
+def tree_gradients(model: Any, tree: Tree, turns: dict[str, list[torch.Tensor]], windowed: bool) -> dict[str, Any]:
+    """Sums of :func:`batch_gradients` over one tree, and numbers of tokens. ``turns``: (weighted advantage, valid)."""
     rows = tree_rows(tree, windowed)
     width = max(len(r.prompt_ids) + len(r.response_ids) for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -95,8 +112,7 @@ def tree_gradients(model: Any, tree: Tree, estimators: dict[str, dict[str, str]]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # padding stands on the right of a causal model
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     out = {}
-    for k, (name, options) in enumerate(estimators.items()):
-        result = sibling_advantages(turns, **options)
+    for k, (name, (advantage, valid)) in enumerate(turns.items()):
         loss, tokens = logprobs.new_zeros(()), 0
         for i, row in enumerate(rows):
 
@@ -105,11 +121,9 @@ def tree_gradients(model: Any, tree: Tree, estimators: dict[str, dict[str, str]]
 
             start = len(row.prompt_ids) - 1
             own = logprobs[i, start : start + len(row.response_ids)]
-            loss = loss + (on_tokens(result.advantage * result.weight).float() * own).sum()
-            tokens += int(on_tokens(result.valid.long()).sum())
-        grads = torch.autograd.grad(
-            loss, list(model.parameters()), retain_graph=k + 1 < len(estimators), allow_unused=True
-        )
+            loss = loss + (on_tokens(advantage).float() * own).sum()
+            tokens += int(on_tokens(valid.long()).sum())
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=k + 1 < len(turns), allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), grads)]
         out[name] = torch.cat([g.flatten() for g in flat]).numpy(), tokens
     return out
@@ -166,14 +180,9 @@ def gradient_study(
         with sampler.rollouts(KINDS[kind], seed) as rollouts:
             for _ in tqdm(range(batches), desc=kind, unit="batch"):
                 trees = asyncio.run(_fresh(rollouts, sampler.batch(rollouts, env_steps, kind, spare)))
-                sums = {name: [0.0, 0] for name in estimators}
-                for tree in trees:
-                    for name, (g, n) in tree_gradients(
-                        sampler.model, tree, estimators, rollouts.prompter.windowed
-                    ).items():
-                        sums[name] = [sums[name][0] + g, sums[name][1] + n]
-                for name, (g, n) in sums.items():
-                    gradients[name].append(g / max(n, 1))
+                found_here = batch_gradients(sampler.model, trees, estimators, rollouts.prompter.windowed)
+                for name, g in found_here.items():
+                    gradients[name].append(g)
                 total = lambda key: sum(t.counters.get(key, 0) for t in trees)  # noqa: B023, E731
                 costs.append(
                     {

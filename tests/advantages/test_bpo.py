@@ -104,11 +104,14 @@ BRANCHING = {
 }
 
 
+@pytest.mark.parametrize("baseline", ["loo", "shrunk"])
 @pytest.mark.parametrize("leaf_return", ["leaf", "tree_mean"])
 @pytest.mark.parametrize("branching", BRANCHING)
-def test_path_probability_gives_the_policy_gradient(mdp, branching, leaf_return):
+def test_path_probability_gives_the_policy_gradient(mdp, branching, leaf_return, baseline):
     outcomes = enumerate_outcomes(mdp, BRANCHING[branching], roots=2)
-    result = sibling_advantages(outcomes.forest, leaf_return=leaf_return, weighting="path_probability")
+    result = sibling_advantages(
+        outcomes.forest, baseline=baseline, leaf_return=leaf_return, weighting="path_probability"
+    )
     assert result.valid.all()
     gradient = expected_gradient(mdp, outcomes, result.weight * result.advantage)
     torch.testing.assert_close(gradient, mdp.policy_gradient(), **EXACT)
@@ -251,8 +254,8 @@ def random_forest(seed: int) -> Forest:
     )
 
 
-def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblings, center):
-    """Recursive, one turn at a time. Returns (advantage, weight, valid)."""
+def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblings, center, explained):
+    """Recursive, one turn at a time. Returns (advantage, weight, valid). ``explained`` is rho of ``shrunk``."""
     parent, trajectory, prompt = f.parent.tolist(), f.trajectory.tolist(), f.prompt.tolist()
     returns, usable, exchangeable = f.leaf_return.tolist(), f.usable.tolist(), f.exchangeable.tolist()
     turns = range(len(parent))
@@ -285,6 +288,22 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
             return estimate(own[0])
         return mean(estimate(j) for j in children)
 
+    def head(i):
+        return head(parent[i]) if trunk(i) and len(siblings(i)) < 2 else i
+
+    def shrunk(i):
+        """Baseline of a segment's first turn and its variance; of what it hangs from, if nothing defines its own."""
+        above = shrunk(head(parent[i])) if parent[i] >= 0 else None
+        group = siblings(i)
+        others = [estimate(j) for j in group if fair(j) and j != i] if lives(i) and len(group) > 1 else []
+        if not others:
+            return above
+        m, s = mean(others), (1 - explained) / len(others)
+        if above is None:
+            return m, s
+        p = explained + above[1]
+        return (s * above[0] + p * m) / (p + s), p * s / (p + s)
+
     def advantage(i):
         if not lives(i):
             return None
@@ -296,6 +315,9 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         if not any(fair(j) for j in group if j != i):
             return None
         values = [estimate(j) for j in group]
+        if baseline == "shrunk":
+            std = stdev(values) if normalize == "sibling_std" else 0
+            return (estimate(i) - shrunk(i)[0]) / (std if std > 1e-12 else 1)
         if max(values) - min(values) < 1e-12:
             return 0.0
         others = [estimate(j) for j in group if fair(j) and (j != i or baseline == "mean")]
@@ -324,7 +346,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
 
 
 OPTIONS = {
-    "baseline": ("loo", "mean", "trajectory"),
+    "baseline": ("loo", "mean", "shrunk", "trajectory"),
     "normalize": ("none", "sibling_std", "batch_std"),
     "leaf_return": ("leaf", "tree_mean"),
     "weighting": ("uniform", "path_probability"),
@@ -339,7 +361,8 @@ def test_vectorised_equals_recursive_definition_on_random_forests(values):
     for seed in range(30):
         f = random_forest(seed)
         result = sibling_advantages(f, **options)
-        advantage, weight, valid = slow(f, **options)
+        explained = float(result.diagnostics.prefix_explained_share)
+        advantage, weight, valid = slow(f, **options, explained=explained)
         assert result.valid.tolist() == valid
         assert result.advantage.tolist() == pytest.approx(advantage, abs=1e-9)
         assert result.weight.tolist() == pytest.approx(weight, abs=1e-12)
@@ -392,12 +415,13 @@ def test_fork_whose_only_sibling_is_an_unfair_trunk_is_not_valid_but_the_trunk_i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("baseline", OPTIONS["baseline"])
 @pytest.mark.parametrize("normalize", OPTIONS["normalize"])
 @pytest.mark.parametrize("leaf_return", OPTIONS["leaf_return"])
-def test_equal_returns_give_exactly_zero_and_stay_valid(normalize, leaf_return, dtype):
+def test_equal_returns_give_exactly_zero_and_stay_valid(normalize, leaf_return, baseline, dtype):
     # 0.1 has no exact binary form: means over three and over two of them differ in the last bit.
     f = forest([-1, -1, -1, 0, 0, 0], [0, 1, 2, 0, 3, 4], [0.1] * 5, dtype=dtype)
-    result = sibling_advantages(f, normalize=normalize, leaf_return=leaf_return)
+    result = sibling_advantages(f, baseline=baseline, normalize=normalize, leaf_return=leaf_return)
     assert result.valid.all()
     assert result.advantage.tolist() == [0] * 6
     assert result.diagnostics.zero_advantage_share == 1
@@ -496,6 +520,56 @@ def test_prefix_explained_share_does_not_count_the_noise_of_small_groups_or_the_
     returns = prefix + torch.randn(3000, 4, generator=g, dtype=torch.float64) + 10.0 * (prompt % 7)[:, None]
     share = sibling_advantages(forks_only(returns, prompt)).diagnostics.prefix_explained_share
     assert share == pytest.approx(0.5, abs=0.03)
+
+
+def bushes(effect: float, trees: int = 500, groups: int = 3, n: int = 3) -> tuple[Forest, torch.Tensor, torch.Tensor]:
+    """Trees of two root samples, the first with ``groups`` turns below each of which n - 1 forks join the trunk. V changes
+    from one of them to the next by ``effect`` times a standard normal number, and a return differs from it by another one.
+    Returns the forest, the forks [trees, groups, n - 1] and V of the branch points [trees, groups]."""
+    g = torch.Generator().manual_seed(1)
+    parent, trajectory, prompt, forks, leaves = [], [], [], [], 0
+    value = effect * torch.randn(trees, groups, generator=g, dtype=torch.float64).cumsum(1)
+    returns = []
+    for tree in range(trees):
+        trunk, leaves = leaves, leaves + 2
+        start = len(parent)
+        parent += [-1, -1]
+        trajectory += [trunk, trunk + 1]
+        returns += [0.0, float(torch.randn((), generator=g))]
+        last = start
+        for b in range(groups):
+            parent.append(last)
+            trajectory.append(trunk)
+            for _ in range(n - 1):
+                forks.append(len(parent))
+                parent.append(last)
+                trajectory.append(leaves)
+                leaves += 1
+                returns.append(float(value[tree, b] + torch.randn((), generator=g)))
+            last = start + 2 + b * n
+        returns[trunk] = float(value[tree, -1] + torch.randn((), generator=g))
+        prompt += [tree] * (len(parent) - start)
+    return forest(parent, trajectory, returns, prompt), torch.tensor(forks).view(trees, groups, n - 1), value
+
+
+@pytest.mark.parametrize("effect", [0.0, 0.5, 3.0])
+def test_shrunk_baseline_is_nearer_to_the_state_value_than_the_siblings_mean(effect):
+    f, forks, value = bushes(effect)
+    error = {}
+    for baseline in ("loo", "shrunk", "trajectory"):
+        result = sibling_advantages(f, baseline=baseline)
+        b = f.leaf_return[f.trajectory[forks]] - result.advantage[forks]
+        error[baseline] = float(((b - value[..., None]) ** 2).mean())
+    assert error["shrunk"] < error["loo"] * {0.0: 0.8, 0.5: 0.9, 3.0: 1.0}[effect]
+    assert effect < 1 or error["shrunk"] < 0.5 * error["trajectory"]
+
+
+def test_shrunk_baseline_counts_all_returns_alike_where_the_prefix_explains_nothing():
+    # Three root samples, two forks after the first one's first turn; both groups have the same returns.
+    f = forest([-1, -1, -1, 0, 0, 0], [0, 1, 2, 0, 3, 4], [1.0, 0.0, 0.0, 0.0, 0.0])
+    result = sibling_advantages(f, baseline="shrunk")
+    assert result.diagnostics.prefix_explained_share == 0
+    assert result.advantage.tolist() == pytest.approx([1, -0.5, -0.5, 1, -0.25, -0.25])
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

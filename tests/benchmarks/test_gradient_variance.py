@@ -68,24 +68,24 @@ def small_tree() -> Tree:
     return tree
 
 
-def test_a_trees_gradient_is_the_sum_over_its_turns():
+def test_a_batchs_gradient_is_the_mean_over_its_trees_tokens():
     torch.manual_seed(0)
     model = make_model(make_tokenizer(["a b c"], 300), hidden_size=16, layers=1, heads=2).eval()
-    tree, estimators = small_tree(), {"loo": {"baseline": "loo"}, "mean": {"baseline": "mean"}}
-    found = module.tree_gradients(model, tree, estimators, windowed=False)
-    session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
-    result = sibling_advantages(build_batch({"0": session}, {"0": "0"}).turns, baseline="loo")
+    trees, estimators = [small_tree(), small_tree()], {"loo": {"baseline": "loo"}, "mean": {"baseline": "mean"}}
+    trees[1].nodes[-1].reward = 7.0
+    found = module.batch_gradients(model, trees, estimators, windowed=False)
     total = 0
-    for i, node in enumerate(tree.nodes):
-        before = list(tree.prompt_ids)
-        for j in tree.path(i)[:-1]:
-            before += tree.nodes[j].action_ids + tree.nodes[j].observation_ids
-        logits = model(torch.tensor([before + node.action_ids])).logits[0, len(before) - 1 : -1]
-        total = (
-            total
-            + result.advantage[i].float() * logits.log_softmax(-1)[range(len(node.action_ids)), node.action_ids].sum()
-        )
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
-    gradient, tokens = found["loo"]
-    torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-4, atol=1e-6)
-    assert tokens == 6 and not np.allclose(found["mean"][0], gradient)
+    for tree in trees:
+        session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
+        result = sibling_advantages(build_batch({"0": session}, {"0": "0"}).turns, baseline="loo")
+        for i, node in enumerate(tree.nodes):
+            before = list(tree.prompt_ids)
+            for j in tree.path(i)[:-1]:
+                before += tree.nodes[j].action_ids + tree.nodes[j].observation_ids
+            logits = model(torch.tensor([before + node.action_ids])).logits[0, len(before) - 1 : -1]
+            logprob = logits.log_softmax(-1)[range(len(node.action_ids)), node.action_ids].sum()
+            total = total + result.advantage[i].float() * logprob
+    grads = torch.autograd.grad(total / 12, list(model.parameters()))  # 6 tokens a tree
+    expected = torch.cat([g.flatten() for g in grads])
+    torch.testing.assert_close(torch.from_numpy(found["loo"]), expected, rtol=1e-4, atol=1e-6)
+    assert not np.allclose(found["mean"], found["loo"])

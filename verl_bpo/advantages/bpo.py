@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_bpo.tree.topology import ROOT
 
-Baseline = Literal["loo", "mean", "trajectory"]
+Baseline = Literal["loo", "mean", "shrunk", "trajectory"]
 Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
@@ -108,8 +108,9 @@ class Diagnostics:
         between = (SS_between - sum_p (G_p - 1) * within) / sum_p (n_p - sum_{g in p} n_g^2 / n_p),  at least 0
         share   = between / (between + within)
 
-    The plain variance of group means would count the noise of a mean over few siblings as explained. 0 also when no
-    prompt has two groups. A trunk that runs through several branch points counts in each of them."""
+    A trajectory counts among those that it started with only: a trunk's return, in every group on its way, would make
+    their means look alike. The plain variance of group means would count the noise of a mean over few siblings as
+    explained. 0 also when no prompt has two groups of two or more trajectories that started there."""
     advantage_mean: Tensor
     """Mean over valid turns, before ``normalize`` and ``center``."""
     advantage_std: Tensor
@@ -150,9 +151,21 @@ def sibling_advantages(
         forest: the turns.
         baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all n fair
             siblings, which shrinks the advantage by (n-1)/n. A sibling that isn't fair itself has the fair ones' mean
-            in both. Without any other fair sibling it is not valid, in both. ``trajectory``, for comparison with the
-            sibling baseline on the same trees: all turns of a rollout, from where it forked, have its return minus the
-            mean over the other usable rollouts of its prompt, as if each had started in the initial state. That is
+            in both. Without any other fair sibling it is not valid, in any. ``shrunk`` [ours]: a mean over few siblings
+            is a noisy estimate of V(s_b), and where prefixes explain little of the return, other branches know as much
+            about it. With m the mean that ``loo`` takes, over k siblings, the baseline is
+
+                b = w m + (1 - w) b_above,    w = p / (p + s),    p = rho + u_above,    s = (1 - rho) / k,    u = w s
+
+            where b_above is the baseline of the segment that the group hangs from (w = 1 if there is none) and rho the
+            batch's ``prefix_explained_share``: a Kalman filter down the path, in which V changes by rho from one branch
+            point to the next and a return measures it up to 1 - rho, in units of the return's variance. rho = 1 is
+            ``loo``; with rho = 0 all of these returns weigh the same. b_above comes from branches that leave the path
+            before s_b, so that the expected policy gradient is that of ``loo``, but for a term of order 1/N through
+            rho; the advantage itself then expects Q(s_b, a) less something that depends on what stands above, not on a.
+            ``trajectory``, for comparison with the sibling baseline on the same trees: all turns of a rollout, from
+            where it forked, have its return minus the mean over the other usable rollouts of its prompt, as if each had
+            started in the initial state. That is
             biased on trees, since forks of a turn stand in its baseline; without forks it is ``loo``.
         normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
             fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
@@ -225,16 +238,19 @@ def sibling_advantages(
     n_fair = _sum_by(group, in_baseline)[group]
     others = n_fair - in_baseline
     total = _sum_by(group, in_baseline * deviation)[group]
-    if baseline == "loo":
-        advantage_m = deviation - (total - in_baseline * deviation) / others.clamp(min=1)
-    else:
+    if baseline == "mean":
         advantage_m = deviation - total / n_fair.clamp(min=1)
+    else:
+        advantage_m = deviation - (total - in_baseline * deviation) / others.clamp(min=1)
+    # A segment has what its first turn has.
+    head = _segment_head(forest, trunk & (siblings <= 1))
+    explained = _prefix_explained_share(leaf, point, forest.prompt, usable & ~trunk)
+    if baseline == "shrunk":
+        advantage_m = advantage_m + _shrinkage(forest, head, member, r, advantage_m, others, explained)
     raw_m = advantage_m.masked_fill(others == 0, 0)
     std_m = variance.sqrt()[group]
     scaled_m = raw_m / torch.where(std_m > 0, std_m, 1) if normalize == "sibling_std" else raw_m
 
-    # A segment has what its first turn has.
-    head = _segment_head(forest, trunk & (siblings <= 1))
     valid = torch.zeros_like(usable).index_put((member,), others > 0)[head]
     raw = torch.zeros_like(returns).index_put((member,), raw_m)[head]
     advantage = torch.zeros_like(returns).index_put((member,), scaled_m)[head]
@@ -262,7 +278,7 @@ def sibling_advantages(
             group_size=n,
             group_variance=variance,
             zero_advantage_share=equal.sum() / max(equal.numel(), 1),
-            prefix_explained_share=_prefix_explained_share(leaf[member], group, forest.prompt[member]),
+            prefix_explained_share=explained,
             advantage_mean=mean,
             advantage_std=std,
         ),
@@ -302,6 +318,36 @@ def _segment_head(forest: Forest, continues: Tensor) -> Tensor:
     return head
 
 
+def _shrinkage(
+    forest: Forest, head: Tensor, member: Tensor, r: Tensor, loo: Tensor, others: Tensor, explained: Tensor
+) -> Tensor:
+    """[members]: leave-one-out mean minus shrunk baseline, (1 - w) (m - b_above) of :func:`sibling_advantages`."""
+    prompt = forest.prompt[member].unique(return_inverse=True)[1]
+    # From the prompt's mean, so that returns that are all equal give exactly 0.
+    from_mean = r - (_sum_by(prompt, r) / prompt.bincount())[prompt]
+    equal = _sum_by(prompt, from_mean.abs()) <= _noise(r) * _sum_by(prompt, r.abs())
+    m = from_mean.masked_fill(equal[prompt], 0) - loo
+
+    # [N]: index into the members of the segment above that has a baseline; -1 if there is none.
+    index = torch.full_like(head, ROOT).index_put_((member,), torch.arange(member.numel(), device=head.device))
+    defined = torch.zeros_like(head, dtype=torch.bool).index_put_((member,), others > 0)
+    outer = torch.where(forest.parent[head] == ROOT, ROOT, head[forest.parent[head]])
+    while (skip := (outer != ROOT) & ~defined[outer]).any():
+        outer = torch.where(skip, outer[outer], outer)
+    above = torch.where(outer == ROOT, ROOT, index[outer])[member]
+
+    b, u, kept = m.clone(), m.new_zeros(m.shape), m.new_ones(m.shape)
+    measured = (1 - explained) / others.clamp(min=1)
+    level = _sum_along_path(above)
+    for now in level.argsort().split(level.bincount().tolist()[1:]):
+        up = above[now]
+        p, s = explained + u[up], measured[now]
+        kept[now] = torch.where(up == ROOT, 1, p / (p + s)).masked_fill(others[now] == 0, 0)
+        b[now] = torch.where(up == ROOT, m[now], kept[now] * m[now] + (1 - kept[now]) * b[up])
+        u[now] = kept[now] * s
+    return (m - b).masked_fill(others == 0, 0)
+
+
 def _product_along_path(parent: Tensor, factor: Tensor) -> Tensor:
     """[N]: product of ``factor`` over the path from the initial state to each turn, by pointer doubling."""
     while (inner := parent != ROOT).any():
@@ -319,9 +365,10 @@ def _sum_along_path(parent: Tensor) -> Tensor:
     return level
 
 
-def _prefix_explained_share(r: Tensor, group: Tensor, prompt: Tensor) -> Tensor:
-    """See :attr:`Diagnostics.prefix_explained_share`; all arguments [members]."""
-    prompt = prompt.unique(return_inverse=True)[1]
+def _prefix_explained_share(leaf: Tensor, point: Tensor, prompt: Tensor, started: Tensor) -> Tensor:
+    """See :attr:`Diagnostics.prefix_explained_share`; all arguments [N], ``started`` is a trajectory's first turn."""
+    kept = (started & (_sum_by(point, started)[point] > 1)).nonzero().squeeze(1)
+    r, group, prompt = leaf[kept], *(x[kept].unique(return_inverse=True)[1] for x in (point, prompt))
     n_g, n_p = group.bincount(), prompt.bincount()
     mean_g = _sum_by(group, r) / n_g
     mean_p = _sum_by(prompt, r) / n_p

@@ -117,8 +117,9 @@ class BudgetConfig:
 @dataclass
 class AdvantageConfig:
     baseline: str = "loo"
-    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n. ``trajectory``, for
-    comparison: the prompt's other rollouts, wherever they forked."""
+    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n.
+    ``shrunk``: ``loo`` drawn towards the baseline above the branch point, the more the less prefixes explain of the return.
+    ``trajectory``, for comparison: the prompt's other rollouts, wherever they forked."""
     normalize: str = "none"
     """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
     center: bool = False
@@ -134,7 +135,7 @@ class AdvantageConfig:
     point was chosen from the state alone."""
 
     def __post_init__(self) -> None:
-        _one_of("bpo.advantage.baseline", self.baseline, ("loo", "mean", "trajectory"))
+        _one_of("bpo.advantage.baseline", self.baseline, ("loo", "mean", "shrunk", "trajectory"))
         _one_of("bpo.advantage.normalize", self.normalize, ("none", "sibling_std", "batch_std"))
         _one_of("bpo.advantage.leaf_return", self.leaf_return, ("leaf", "tree_mean"))
         _one_of("bpo.advantage.weighting", self.weighting, ("uniform", "path_probability"))
