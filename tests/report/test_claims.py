@@ -5,8 +5,9 @@ import re
 
 import pandas as pd
 import pytest
+from scipy import stats
 
-from verl_bpo.report.claims import claims, difference, updates_to
+from verl_bpo.report.claims import claims, difference, noise, updates_to
 from verl_bpo.report.cli import name_comparison
 from verl_bpo.report.compare import load_run
 from verl_bpo.report.logs import Log
@@ -44,6 +45,26 @@ def test_seeds_are_compared_pair_by_pair():
     other = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in ((7, 0.8), (8, 0.4))]
     mean, spread, _ = difference(mine, other, "val_last")
     assert (mean, spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
+
+
+def test_noise_between_two_methods_is_the_paired_t_tests():
+    ends = {"BPO": [0.7, 0.4, 0.65, 0.5], "GRPO": [0.6, 0.45, 0.5, 0.4]}
+    runs = [make_run(name, s, [0, 0, v]) for name, values in ends.items() for s, v in enumerate(values)]
+    found = noise(runs)
+    test = stats.ttest_rel(ends["BPO"], ends["GRPO"])
+    assert found.p_value == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval(0.95)
+    assert found.least == pytest.approx((high - low) / 2)
+    assert (found.methods, found.seeds) == (2, 4)
+
+
+def test_noise_is_of_the_methods_that_have_all_seeds_and_of_none_else():
+    ends = {"A": [0.7, 0.4], "B": [0.6, 0.5]}
+    runs = [make_run(name, s, [0, 0, v]) for name, values in ends.items() for s, v in enumerate(values)]
+    assert noise([*runs, make_run("C", 0, [0, 0, 0.9])]) == noise(runs)
+    assert noise(runs[:2]) is None and noise(runs[:3]) is None
+    same = [make_run(name, s, [0, 0, 0.5]) for name in "AB" for s in range(2)]
+    assert noise(same) is None
 
 
 def test_bpo_is_compared_with_the_best_baseline():

@@ -101,7 +101,8 @@ def test_command_writes_table_and_curves(tmp_path, report, capsys):
     assert "| rloo | 1 | 6 | 0.100 → 0.700 |" in printed
     rows = {r["run"]: r for r in csv.DictReader((out / "comparison.csv").open())}
     assert float(rows["rloo"]["env_steps"]) == 600 and rows["rloo"]["env_steps_std"] == ""
-    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    for picture in ("curves.png", "ends.png"):
+        assert (out / picture).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_of_another_trainer_leaves_its_costs_blank(tmp_path, report, capsys):

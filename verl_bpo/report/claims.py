@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
+from scipy import stats
 
-from verl_bpo.report.compare import Run, mean_curve
+from verl_bpo.report.compare import Run, final_success, mean_curve
 
 BPO = "BPO (Branching Policy Optimization): WebShop, ALFWorld, SWE-bench Verified; Qwen2.5-7B, Llama-3.1-8B"
 SAPO = "SAPO (arXiv 2608.19842): ALFWorld and WebShop, Qwen2.5-1.5B and 7B, mean"
@@ -28,11 +30,6 @@ class Claim:
     seeds: int
 
 
-def final_success(runs: Sequence[Run]) -> str:
-    """The number of :attr:`Run.totals` to compare: the last checkpoint's evaluation where all runs have one."""
-    return "evaluated" if not any(np.isnan(r.totals["evaluated"]) for r in runs) else "val_last"
-
-
 def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[float, float, int]:
     """Mean of ``runs`` minus mean of ``others``, its spread (standard deviation; NaN for one seed) and the seeds. Runs of the
     same seeds start from one policy and are compared pair by pair."""
@@ -43,6 +40,45 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[fl
     a, b = (np.array([r.totals[key] for r in group]) for group in (runs, others))
     spread = np.sqrt(a.var(ddof=1) + b.var(ddof=1)) if min(len(a), len(b)) > 1 else np.nan
     return float(a.mean() - b.mean()), float(spread), min(len(a), len(b))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What is left of runs' final success once method and seed are taken out: the residuals of a two-way analysis of
+    variance without interaction, one run a cell."""
+
+    deviation: float
+    """Standard deviation of a run."""
+    least: float
+    """Least significant difference (95%, two-sided) of two methods' means over the seeds."""
+    p_value: float
+    """F test of no difference between any methods: the chance of a spread of their means like this one or larger."""
+    methods: int
+    seeds: int
+
+
+def noise(runs: Sequence[Run]) -> Noise | None:
+    """Of the methods that have all seeds; None with fewer than two methods or seeds, or without any noise."""
+    key = final_success(runs)
+    frame = pd.DataFrame(
+        {"name": [r.name for r in runs], "seed": [r.seed for r in runs], "end": [r.totals[key] for r in runs]}
+    )
+    if frame["seed"].isna().any() or frame.duplicated(["name", "seed"]).any():
+        return None
+    cells = frame.pivot(index="name", columns="seed", values="end").dropna().to_numpy()
+    methods, seeds = cells.shape
+    if min(methods, seeds) < 2:
+        return None
+    means = cells.mean(1, keepdims=True)
+    residuals = cells - means - cells.mean(0, keepdims=True) + cells.mean()
+    free = (methods - 1) * (seeds - 1)
+    variance = float((residuals**2).sum() / free)
+    between = float(seeds * ((means - cells.mean()) ** 2).sum() / (methods - 1))
+    if variance < 1e-12:  # nothing but rounding
+        return None
+    p_value = float(stats.f.sf(between / variance, methods - 1, free))
+    least = float(stats.t.ppf(0.975, free) * (2 * variance / seeds) ** 0.5)
+    return Noise(variance**0.5, least, p_value, methods, seeds)
 
 
 def updates_to(runs: Sequence[Run], level: float) -> float | None:

@@ -26,7 +26,7 @@ def _trees(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    _need("pandas", "matplotlib", "jinja2")
+    _need("pandas", "matplotlib", "jinja2", "scipy")
     from verl_bpo.report.compare import main
 
     return main(arguments.runs, arguments.out, arguments.metric)
@@ -90,7 +90,7 @@ def add_report(subparsers) -> None:
     compare = add(
         COMPARE,
         _compare,
-        "runs side by side: tables, the papers' claims, curves against every cost; may be left out: report RUNS...",
+        "runs side by side: tables, the papers' claims, curves, ends seed by seed; may be left out: report RUNS...",
         "Compare runs by what verl logged of them: files of its file logger, TensorBoard or W&B folders (offline too), or "
         "the folders that benchmarks/paper writes. Several runs of one name, environment and model are seeds: their mean "
         "and spread are shown. Writes index.html, which needs nothing beside it, comparison.md, comparison.csv and curves.",

@@ -211,26 +211,29 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
     share = lowest >= 0 and highest <= 1
     # Of more methods they would hide what counts.
     train = len(names) <= 3 and any(r.curve["train"].notna().any() for r in runs)
+    band = len(names) <= 6 and len(names) < len(runs)
+    longest = max((r.curve["hours"].max() for r in runs if r.curve["hours"].notna().any()), default=0)
+    units = {"hours": (60, "wall time (minutes)")} if longest < 2 else {}
     handles = []
     for number, name in enumerate(names):
         seeds = [r for r in runs if r.name == name]
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        label = name if len(seeds) == 1 else f"{name} (mean of {len(seeds)} seeds, band: ± one standard deviation)"
+        label = name if len(seeds) == 1 else f"{name} ({len(seeds)} seeds)"
         handles.append(Line2D([], [], color=colour, ls=dash, lw=2.2, marker="o", ms=4, label=label))
         curves = {"val": mean_curve(seeds, "val")}
         if train and any(r.curve["train"].notna().any() for r in seeds):
             curves["train"] = mean_curve(seeds, "train")
         for axis, axes in zip(AXES, grid.flat):
             for kind, curve in curves.items():
-                x = curve[axis]
+                x = curve[axis] * units.get(axis, (1,))[0]
                 if x.notna().any():
                     style = {"lw": 2.2, "marker": "o", "ms": 4} if kind == "val" else {"lw": 1, "alpha": 0.45}
                     axes.plot(x, curve["mean"], color=colour, ls=dash, **style)
-                    if kind == "val" and len(seeds) > 1:
+                    if kind == "val" and len(seeds) > 1 and band:
                         axes.fill_between(x, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
     for (axis, label), axes in zip(AXES.items(), grid.flat):
-        axes.set_xlabel(label)
+        axes.set_xlabel(units.get(axis, (1, label))[1])
         if not any(r.curve[axis].notna().any() for r in runs):
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="#5c5b57")
             axes.set_xticks([])
@@ -247,8 +250,50 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
         axes.set_ylabel("success" if share else "validation metric")
     if train:
         handles.append(Line2D([], [], color="#5c5b57", lw=1, alpha=0.6, label="thin: training leaves, forks included"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 2), frameon=False)
+    if len(names) < len(runs):
+        label = "means over seeds" + (", bands of ± one standard deviation" if band else "")
+        handles.append(Line2D([], [], ls="", label=label))
+    columns = min(len(handles), 2 if len(handles) < 8 else 3)
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False)
     figure.savefig(out, dpi=150, facecolor="white")
+
+
+def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
+    """Success at the end (``ends.png``): a row a name, best mean first, a dot a seed. A thin line joins the dots of one seed
+    of :attr:`Run.record`: those runs started from one policy, so that it is their differences that count."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import PercentFormatter
+
+    key = final_success(runs)
+    values = pd.DataFrame({"name": [r.name for r in runs], "end": [r.totals[key] for r in runs]})
+    values["seed"] = [np.nan if r.seed is None else r.seed for r in runs]
+    mean = values.groupby("name")["end"].mean().sort_values(ascending=False, kind="stable")
+    values["row"] = values["name"].map({name: -i for i, name in enumerate(mean.index)})
+    figure = Figure(figsize=(11, 1.3 + 0.36 * len(mean)), layout="constrained")
+    axes = figure.subplots()
+    handles = [Line2D([], [], color="#22211f", ls="", marker="|", ms=14, mew=2.2, label="mean")]
+    axes.plot(mean, range(0, -len(mean), -1), color="#22211f", ls="", marker="|", ms=14, mew=2.2, zorder=3)
+    unknown = values[values["seed"].isna()]
+    axes.plot(unknown["end"], unknown["row"], ls="", marker="o", ms=6, color="#5c5b57")
+    for number, (seed, rows) in enumerate(values.sort_values("row", ascending=False).groupby("seed")):
+        colour = COLOURS[number % len(COLOURS)]
+        axes.plot(rows["end"], rows["row"], color=colour, lw=0.8, alpha=0.6, marker="o", ms=6)
+        handles.append(Line2D([], [], color=colour, lw=0.8, marker="o", ms=6, label=f"seed {seed:.0f}"))
+    axes.set_yticks(range(0, -len(mean), -1), mean.index)
+    axes.set_xlabel({"evaluated": "success of the last checkpoint, evaluated", "val_last": "last validation"}[key])
+    if values["end"].between(0, 1).all():
+        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.grid(axis="x", color="#e4e3de", lw=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
+    figure.savefig(out, dpi=150, facecolor="white")
+
+
+def final_success(runs: Sequence[Run]) -> str:
+    """The number of :attr:`Run.totals` to compare: the last checkpoint's evaluation where all runs have one."""
+    return "evaluated" if not any(np.isnan(r.totals["evaluated"]) for r in runs) else "val_last"
 
 
 def read_runs(words: Sequence[str], metric: str = "val") -> list[Run]:
@@ -274,7 +319,7 @@ def main(words: Sequence[str], out: str | Path, metric: str = "val") -> int:
 
     Args:
         words: see :func:`read_runs`; several runs of one name (and environment and model) are its seeds.
-        out: folder for ``index.html``, ``comparison.md``, ``comparison.csv`` and the curves.
+        out: folder for ``index.html``, ``comparison.md``, ``comparison.csv`` and the pictures.
         metric: see :func:`validation_columns`.
 
     Raises:
@@ -290,13 +335,16 @@ def main(words: Sequence[str], out: str | Path, metric: str = "val") -> int:
         own = [r for r in runs if r.setting == setting]
         numbers = table(own)
         frames.append(numbers.assign(setting=setting) if setting else numbers)
-        curves = "curves.png" if len(settings) == 1 else f"curves-{re.sub('[^a-z0-9.]+', '-', setting.lower())}.png"
-        plot(own, out / curves)
-        sections.append(Section(setting, own, markdown(numbers), out / curves))
+        suffix = "" if len(settings) == 1 else f"-{re.sub('[^a-z0-9.]+', '-', setting.lower())}"
+        pictures = [out / f"curves{suffix}.png", out / f"ends{suffix}.png"]
+        plot(own, pictures[0])
+        plot_ends(own, pictures[1])
+        sections.append(Section(setting, own, markdown(numbers), pictures))
     pd.concat(frames).to_csv(out / "comparison.csv")
     text = write_page(sections, out)
     print(text)
-    print(f"written to {out}: index.html, comparison.md, comparison.csv, {', '.join(s.curves.name for s in sections)}")
+    written = [picture.name for s in sections for picture in s.pictures]
+    print(f"written to {out}: index.html, comparison.md, comparison.csv, {', '.join(written)}")
     return 0
 
 

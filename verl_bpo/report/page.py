@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_bpo.report.claims import claims, noise
 from verl_bpo.report.compare import Run
 
 NOTES = (
@@ -23,7 +24,8 @@ class Section:
     runs: Sequence[Run]
     table: str
     """Markdown."""
-    curves: Path
+    pictures: Sequence[Path]
+    """The curves and the ends."""
 
 
 def write_page(sections: Sequence[Section], out: Path) -> str:
@@ -36,15 +38,16 @@ def write_page(sections: Sequence[Section], out: Path) -> str:
         text += f"## {section.title}\n\n" if section.title else ""
         text += "\n".join(f"{title}\n\n{table}" if title else table for title, table in tables)
         metrics = ", ".join(dict.fromkeys(r.metric for r in section.runs))
-        text += f"\nValidation: {metrics}.\n"
+        text += f"\n{_noise(section)}Validation: {metrics}.\n"
     text += f"\n{NOTES}\n"
     (out / "comparison.md").write_text(text, encoding="utf-8")
     page = Environment(loader=PackageLoader("verl_bpo.report", ""), autoescape=True).get_template("comparison.html")
     content = [
         {
             "title": section.title,
+            "noise": _noise(section),
             "tables": [(title, _cells(table)) for title, table in tables],
-            "curves": base64.b64encode(section.curves.read_bytes()).decode(),
+            "pictures": [base64.b64encode(picture.read_bytes()).decode() for picture in section.pictures],
         }
         for section, tables in parts
     ]
@@ -52,10 +55,21 @@ def write_page(sections: Sequence[Section], out: Path) -> str:
     return text
 
 
+def _noise(section: Section) -> str:
+    """How large a difference means something; empty where that can't be told."""
+    found = noise(section.runs)
+    if found is None:
+        return ""
+    return (
+        f"Noise: the end of a run, once method and seed are taken out, varies by {100 * found.deviation:.1f} points (standard "
+        f"deviation, {found.methods} methods of {found.seeds} seeds). Two methods' means differ beyond chance from "
+        f"{100 * found.least:.1f} points on (95%, one comparison); the chance of all these differences if no method differed "
+        f"from another is p = {found.p_value:.2f} (two-way analysis of variance). "
+    )
+
+
 def _tables(section: Section) -> list[tuple[str, str]]:
     """(title, Markdown table) of all that is known of the runs."""
-    from verl_bpo.report.claims import claims
-
     tables = [("", section.table)]
     rows = [(c.what, c.paper, c.ours, str(c.seeds), c.source) for c in claims(section.runs)]
     if rows:
