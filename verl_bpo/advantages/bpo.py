@@ -165,8 +165,8 @@ def sibling_advantages(
             rho; the advantage itself then expects Q(s_b, a) less something that depends on what stands above, not on a.
             ``trajectory``, for comparison with the sibling baseline on the same trees: all turns of a rollout, from
             where it forked, have its return minus the mean over the other usable rollouts of its prompt, as if each had
-            started in the initial state. That is
-            biased on trees, since forks of a turn stand in its baseline; without forks it is ``loo``.
+            started in the initial state. That is biased on trees, since forks of a turn stand in its baseline; without
+            forks it is ``loo``.
         normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
             fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
             centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
@@ -336,16 +336,16 @@ def _shrinkage(
         outer = torch.where(skip, outer[outer], outer)
     above = torch.where(outer == ROOT, ROOT, index[outer])[member]
 
-    b, u, kept = m.clone(), m.new_zeros(m.shape), m.new_ones(m.shape)
+    b, u = torch.zeros_like(m), torch.zeros_like(m)
     measured = (1 - explained) / others.clamp(min=1)
     level = _sum_along_path(above)
     for now in level.argsort().split(level.bincount().tolist()[1:]):
         up = above[now]
         p, s = explained + u[up], measured[now]
-        kept[now] = torch.where(up == ROOT, 1, p / (p + s)).masked_fill(others[now] == 0, 0)
-        b[now] = torch.where(up == ROOT, m[now], kept[now] * m[now] + (1 - kept[now]) * b[up])
-        u[now] = kept[now] * s
-    return (m - b).masked_fill(others == 0, 0)
+        w = torch.where(up == ROOT, 1, p / (p + s))
+        b[now] = w * m[now] + (1 - w) * b[up]
+        u[now] = w * s
+    return m - b
 
 
 def _product_along_path(parent: Tensor, factor: Tensor) -> Tensor:
