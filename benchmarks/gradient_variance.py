@@ -10,7 +10,7 @@ covariance:
 
     noise       tr(C) / |mu|^2, where |mu|^2 is the mean inner product of two different batches: without the noise's share
     norm        Var(|g_b|) / mean(|g_b|)^2
-    cosine      mean over b of cos(g_b, mean of the others)
+    cosine      mean over b of cos(g_b, mean of the others), b with a gradient
     direction   cosine between mu and RLOO's, likewise without the noise's share (so that it may exceed 1); RLOO is unbiased
 
 Intervals (95%) are the jackknife's over batches. A batch ends with the prompt that reaches --env-steps.
@@ -222,13 +222,14 @@ def statistics(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
         trace = np.diag(own).mean() - square
         inner = (own.sum(1) - np.diag(own)) / (n - 1)
         others = (own.sum() - 2 * own.sum(1) + np.diag(own)) / (n - 1) ** 2
+        directed = norms > 0  # a batch whose returns are all equal has no direction
         return {
             "trace": float(trace),
             "mean_square": square,
             "noise": trace / square if square > 0 else np.inf,
             "norm": norms.mean(),
             "norm_variance": norms.var(ddof=1) / norms.mean() ** 2,
-            "cosine": float(np.mean(inner / (norms * np.sqrt(others)))),
+            "cosine": float(np.mean(inner[directed] / (norms * np.sqrt(others))[directed])),
             "direction": apart(crossed) / np.sqrt(square * apart(other)) if min(square, apart(other)) > 0 else np.nan,
         }
 

@@ -39,6 +39,15 @@ def test_intervals_cover_the_truth_of_known_gaussians():
     assert centre["mean_square"] == pytest.approx(4.0, abs=0.3)
 
 
+def test_a_batch_without_gradient_counts_as_noise_and_has_no_direction():
+    rng = np.random.default_rng(0)
+    gradients = 1 + rng.normal(size=(20, 5))
+    with_zero = np.concatenate([gradients, np.zeros((1, 5))])
+    found = module.statistics(with_zero, with_zero)
+    assert all(np.isfinite(row["value"]) and np.isfinite(row["interval"]).all() for row in found.values())
+    assert found["noise"]["value"] > module.statistics(gradients, gradients)["noise"]["value"]
+
+
 def test_the_identity_holds_on_returns_whose_prefix_share_is_known():
     rng, n = np.random.default_rng(0), 4
     groups = []
