@@ -13,7 +13,8 @@ covariance:
     cosine      mean over b of cos(g_b, mean of the others), b with a gradient
     direction   cosine between mu and RLOO's, likewise without the noise's share (so that it may exceed 1); RLOO is unbiased
 
-Intervals (95%) are the jackknife's over batches. A batch ends with the prompt that reaches --env-steps.
+Intervals (95%) are the jackknife's over batches. Estimators of the same trees are also compared by the ratio of their noise.
+A batch ends with the prompt that reaches --env-steps.
 
 Identity: at branch points with n siblings, Var(trajectory-level leave-one-out advantage) - Var(sibling leave-one-out
 advantage) = n/(n-1) Var(E[R | s_b]) (proved in tests/advantages/test_bpo.py). Trees of one backbone are forked at a depth
@@ -243,6 +244,25 @@ def statistics(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
     return out
 
 
+def noise_ratio(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
+    """tr(C)/|mu|^2 of one estimator over another's that was given the same trees, [batches, parameters] each, with the
+    jackknife's interval of its logarithm: what the trees have in common falls out, so that it is narrower than either's."""
+
+    def noises(g: np.ndarray) -> np.ndarray:
+        """Of all batches and without each of them, [batches + 1]."""
+        gram = g.astype(np.float64) @ g.T.astype(np.float64)
+        own, total, trace, n = np.diag(gram), gram.sum(), np.trace(gram), len(gram)
+        sums = np.array([total, *(total - 2 * gram.sum(1) + own)])
+        traces, counts = np.array([trace, *(trace - own)]), np.array([n, *[n - 1] * n])
+        square = (sums - traces) / (counts * (counts - 1))
+        return (traces / counts - square) / np.where(square > 0, square, np.nan)
+
+    logs = np.log(noises(gradients)) - np.log(noises(reference))
+    error = np.sqrt((len(gradients) - 1) / len(gradients) * ((logs[1:] - logs[1:].mean()) ** 2).sum())
+    interval = np.exp([logs[0] - 1.96 * error, logs[0] + 1.96 * error])
+    return {"value": float(np.exp(logs[0])), "interval": interval.tolist()}
+
+
 def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed: int) -> dict[str, Any]:
     """Returns of siblings [tasks, trees, siblings] below backbones of each task, and what they say."""
     rng = random.Random(seed)
@@ -353,6 +373,12 @@ def main() -> None:
             name: {**statistics(s["gradients"], study["RLOO"]["gradients"]), "cost": s["cost"]}
             for name, s in study.items()
         }
+        result["noise_ratios"] = {
+            f"{name} / {first}": noise_ratio(study[name]["gradients"], study[first]["gradients"])
+            for first, *others in ESTIMATORS.values()
+            for name in others
+            if first in study
+        }
         result["seconds"], result["cpu_seconds"] = (
             round(time.perf_counter() - started),
             round(time.process_time() - cpu),
@@ -384,6 +410,8 @@ def table(result: dict[str, Any]) -> str:
         cells = [f"{c['prompts']:.1f}", f"{c['env_steps']:.0f}", f"{c['leaves']:.0f}", f"{c['success']:.1%}"]
         cells += [cell(r[k], d) for k, d in (("noise", 1), ("norm_variance", 3), ("cosine", 3), ("direction", 3))]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    ratios = [f"{name} {cell(ratio, 2)}" for name, ratio in result["noise_ratios"].items()]
+    lines += ["", f"Noise on the same trees: {'; '.join(ratios)}."] if ratios else []
     same = result["identity"]
     lines += [
         "",

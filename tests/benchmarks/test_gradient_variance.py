@@ -48,6 +48,18 @@ def test_a_batch_without_gradient_counts_as_noise_and_has_no_direction():
     assert found["noise"]["value"] > module.statistics(gradients, gradients)["noise"]["value"]
 
 
+def test_the_ratio_of_noises_on_the_same_trees_is_narrow():
+    rng = np.random.default_rng(0)
+    common, own = rng.normal(size=(60, 40)), rng.normal(size=(60, 40))
+    a, b = 0.5 + common, 0.5 + common + 0.2 * own
+    found = module.noise_ratio(b, a)
+    separately = [module.statistics(g, a)["noise"] for g in (b, a)]
+    assert found["value"] == pytest.approx(separately[0]["value"] / separately[1]["value"])
+    low, high = found["interval"]
+    assert low < 1.04 < high and high - low < 0.15
+    assert separately[1]["interval"][1] / separately[1]["interval"][0] > 1.3
+
+
 def test_the_identity_holds_on_returns_whose_prefix_share_is_known():
     rng, n = np.random.default_rng(0), 4
     groups = []
