@@ -155,12 +155,19 @@ def execute(run: Run, folder: Path, arguments: list[str], data: Path | None) -> 
             _save(record_file, record)
         if not record["done"]:
             return False
-    if run.eval_episodes and data is not None and not (folder / "eval/result.json").exists():
+    if data is not None and evaluated(folder) < run.eval_episodes:  # more of them are added to what is there
         words = ["--config", folder / "config.yaml", "--panel", data / "valid.parquet", "--episodes", run.eval_episodes]
         words += ["--out", folder / "eval", folder / "checkpoints"]
         done = subprocess.run([*COMMAND, "eval", *map(str, words)], env=environment(), cwd=REPOSITORY)
         return done.returncode == 0
     return True
+
+
+def evaluated(folder: Path) -> int:
+    """Episodes of each game that the evaluation in a run's folder has played."""
+    result = folder / "eval/result.json"
+    success = json.loads(result.read_text())["success"] if result.exists() else {"episodes": 0, "tasks": 1}
+    return success["episodes"] // success["tasks"]
 
 
 def resolved_config(run: Run, arguments: list[str]) -> Any:

@@ -145,3 +145,17 @@ def test_a_second_runner_in_one_folder_is_refused(tmp_path):
         )
     assert done.returncode == 1
     assert done.stderr.strip() == f"another run.py is at work in {tmp_path}: wait for it, or give another --out"
+
+
+def test_an_evaluation_is_extended_when_more_episodes_are_asked_for(tmp_path, monkeypatch):
+    folder, calls = tmp_path / "run", []
+    (folder / "eval").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"arguments": [], "done": True, "attempts": []}))
+    monkeypatch.setattr(
+        runner.subprocess, "run", lambda words, **_: calls.append(words) or subprocess.CompletedProcess(words, 0)
+    )
+    assert runner.evaluated(folder) == 0
+    (folder / "eval/result.json").write_text(json.dumps({"success": {"episodes": 8, "tasks": 2}}))
+    assert runner.execute(one_run(eval_episodes=4), folder, [], tmp_path) and not calls
+    assert runner.execute(one_run(eval_episodes=6), folder, [], tmp_path)
+    assert calls[0][calls[0].index("--episodes") + 1] == "6"
