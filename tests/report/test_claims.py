@@ -47,6 +47,18 @@ def test_seeds_are_compared_pair_by_pair():
     assert (mean, spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
 
 
+def test_only_shared_seeds_are_compared():
+    easy, hard = [0, 0, 0.9], [0, 0, 0.2]
+    bpo = [make_run("BPO", s, v) for s, v in ((0, easy), (1, hard), (2, hard))]
+    grpo = [make_run("GRPO", s, v, "grpo") for s, v in ((0, easy), (1, hard), (2, [0, 0, 0.1]))]
+    rloo = [make_run("RLOO", 0, [0, 0, 0.8], "rloo")]
+    said = {c.what: (c.ours, c.seeds) for c in claims([*bpo, *grpo, *rloo])}
+    # RLOO's only seed is the easy one, where GRPO is better.
+    assert said["BPO - GRPO (best baseline), success in points"] == ("+3.3 ± 5.8", 3)
+    assert said["BPO - RLOO, success in points"] == ("+10.0", 1)
+    assert said["BPO: updates to RLOO's best mean level"] == ("+0% (4 against 4 updates to 80.0%)", 1)
+
+
 def test_noise_between_two_methods_is_the_paired_t_tests():
     ends = {"BPO": [0.7, 0.4, 0.65, 0.5], "GRPO": [0.6, 0.45, 0.5, 0.4]}
     runs = [make_run(name, s, [0, 0, v]) for name, values in ends.items() for s, v in enumerate(values)]

@@ -30,9 +30,20 @@ class Claim:
     seeds: int
 
 
+def shared(*groups: Sequence[Run]) -> list[Sequence[Run]]:
+    """The groups' runs of the seeds that all of them have, since some seeds are harder than others. All runs where seeds
+    aren't known, or where none is shared."""
+    seeds = [[r.seed for r in group] for group in groups]
+    common = set(seeds[0]).intersection(*seeds[1:]) - {None}
+    if not common or any(len(set(s)) < len(s) for s in seeds):
+        return list(groups)
+    return [[r for r in group if r.seed in common] for group in groups]
+
+
 def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[float, float, int]:
     """Mean of ``runs`` minus mean of ``others``, its spread (standard deviation; NaN for one seed) and the seeds. Runs of the
-    same seeds start from one policy and are compared pair by pair."""
+    same seeds start from one policy: the seeds that both have are compared pair by pair."""
+    runs, others = shared(runs, others)
     mine, theirs = ({r.seed: r.totals[key] for r in group} for group in (runs, others))
     if None not in mine and mine.keys() == theirs.keys() and len(mine) == len(runs) == len(others):
         pairs = np.array([mine[seed] - theirs[seed] for seed in mine])
@@ -95,56 +106,48 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
         groups.setdefault(run.name, []).append(run)
     family = {name: group[0].family for name, group in groups.items()}
     key = final_success(runs)
-    mean = {name: float(np.mean([r.totals[key] for r in group])) for name, group in groups.items()}
     named = lambda *families: [n for n in groups if family[n] in families]  # noqa: E731
     found = []
     baselines = named(*NO_BRANCHING)
-    if baselines:
-        best = max(baselines, key=lambda n: mean[n])
-        for name in named("bpo"):
-            found += _bpo(name, groups[name], best, groups[best], key)
+    for name in named("bpo"):
+        alike = shared(*(groups[n] for n in baselines))
+        means = {n: float(np.mean([r.totals[key] for r in group])) for n, group in zip(baselines, alike, strict=True)}
+        for other in sorted(baselines, key=lambda n: -means[n]):
+            best = other == max(means, key=lambda n: means[n])
+            found += _bpo(name, groups[name], other, groups[other], key, best)
     for name in named("sapo"):
         for other in named("ppo", "grpo"):
             paper = {"ppo": "+15.1", "grpo": "+12.1"}[family[other]]
-            ours = _points(*difference(groups[name], groups[other], key))
-            seeds = min(len(groups[name]), len(groups[other]))
+            mean, spread, seeds = difference(groups[name], groups[other], key)
+            ours = _points(mean, spread, seeds)
             found.append(Claim(f"{name} - {other}, success in points", SAPO, paper, ours, seeds))
         for other in named("ppo"):
-            ratio = _ratio(groups[name], groups[other], "seconds_per_step")
-            seeds = min(len(groups[name]), len(groups[other]))
+            mine, theirs = shared(groups[name], groups[other])
+            ratio, seeds = _ratio(mine, theirs, "seconds_per_step"), min(len(mine), len(theirs))
             ours = "not logged" if np.isnan(ratio) else f"{ratio - 1:+.1%}"
             found.append(Claim(f"{name} against {other}, time per iteration", SAPO, "-33.2%", ours, seeds))
     return found
 
 
-def _bpo(name: str, runs: Sequence[Run], best: str, baseline: Sequence[Run], key: str) -> list[Claim]:
+def _bpo(name: str, runs: Sequence[Run], other: str, baseline: Sequence[Run], key: str, best: bool) -> list[Claim]:
+    runs, baseline = shared(runs, baseline)
     mean, spread, seeds = difference(runs, baseline, key)
-    out = [
-        Claim(
-            f"{name} - {best} (best baseline), success in points",
-            BPO,
-            "+3.6 to +6.1",
-            _points(mean, spread, seeds),
-            seeds,
-        )
-    ]
+    title = f"{name} - {other}{' (best baseline)' if best else ''}, success in points"
+    out = [Claim(title, BPO, "+3.6 to +6.1", _points(mean, spread, seeds), seeds)]
     curve = mean_curve(baseline, "val")
     level = float(curve["mean"].max())
     theirs, mine = updates_to(baseline, level), updates_to(runs, level)
     if mine is None:
-        ours = f"not reached ({level:.1%}, {best}: {theirs:.0f} updates)"
+        ours = f"not reached ({level:.1%}, {other}: {theirs:.0f} updates)"
     elif not theirs:
-        ours = f"{best} never rose above its start"
+        ours = f"{other} never rose above its start"
     else:
         ours = f"{mine / theirs - 1:+.0%} ({mine:.0f} against {theirs:.0f} updates to {level:.1%})"
-    out.append(Claim(f"{name}: updates to {best}'s best mean level", BPO, "-38%", ours, seeds))
+    out.append(Claim(f"{name}: updates to {other}'s best mean level", BPO, "-38%", ours, seeds))
     ratio = _ratio(runs, baseline, "grad_norm_relative_variance")
     ours = "not logged" if np.isnan(ratio) else f"x {ratio:.2f}"
-    out.append(
-        Claim(
-            f"{name} against {best}, variance of the gradient norm over the run, relative", BPO, "halved", ours, seeds
-        )
-    )
+    title = f"{name} against {other}, variance of the gradient norm over the run, relative"
+    out.append(Claim(title, BPO, "halved", ours, seeds))
     return out
 
 

@@ -11,8 +11,8 @@ from verl_bpo.report.claims import claims, noise
 from verl_bpo.report.compare import Run
 
 NOTES = (
-    "Mean ± standard deviation over seeds. A difference between methods of the same seeds is taken seed by seed. Numbers "
-    "beside the papers' are of other models and scales: they show whether an effect is there, not its size."
+    "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both have. "
+    "Numbers beside the papers' are of other models and scales: they show whether an effect is there, not its size."
 )
 
 
