@@ -56,7 +56,7 @@ def test_only_shared_seeds_are_compared():
     # RLOO's only seed is the easy one, where GRPO is better.
     assert said["BPO - GRPO (best baseline), success in points"] == ("+3.3 ± 5.8", 3)
     assert said["BPO - RLOO, success in points"] == ("+10.0", 1)
-    assert said["BPO: updates to RLOO's best mean level"] == ("+0% (4 against 4 updates to 80.0%)", 1)
+    assert said["BPO: updates to RLOO's best mean level"] == ("-6% (3.78 against 4 updates to 80.0%)", 1)
 
 
 def test_noise_between_two_methods_is_the_paired_t_tests():

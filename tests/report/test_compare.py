@@ -79,17 +79,21 @@ def test_seeds_of_one_name_give_mean_and_spread(tmp_path):
     assert numbers.loc["bpo", "seeds"] == 2 and numbers.loc["bpo", "val_last"] == pytest.approx(0.7)
     assert numbers.loc["bpo", "val_last_std"] == pytest.approx(0.02**0.5)
     assert numbers.loc["rloo"].isna()["val_last_std"]
-    curve = mean_curve(runs[:2], "val")
+    curve = mean_curve(runs[:2], "val", "updates")
     assert curve["mean"].tolist() == pytest.approx([0.1, 0.5, 0.7])
-    assert curve["env_steps"].tolist() == [0, 360, 720]
+    assert curve.index.tolist() == [0, 6, 12]
+    assert (curve["high"] - curve["mean"]).tolist() == pytest.approx([0, 0.02**0.5, 0.02**0.5])
 
 
-def test_a_mean_curve_ends_where_the_first_seed_ends(tmp_path):
+def test_a_mean_curve_reads_seeds_off_between_their_points_and_ends_where_the_first_seed_ends(tmp_path):
     runs = [
-        load_run("bpo", write_metrics(tmp_path / "0.jsonl", steps=6)),
-        load_run("bpo", write_metrics(tmp_path / "1.jsonl", steps=3)),
+        load_run("bpo", write_metrics(tmp_path / "0.jsonl", val=(0.0, 0.3, 0.6), env_steps=100)),  # at 0, 300, 600
+        load_run("bpo", write_metrics(tmp_path / "1.jsonl", val=(0.0, 0.4, 0.8), env_steps=80)),  # at 0, 240, 480
     ]
-    assert mean_curve(runs, "val").index.tolist() == [0, 3]
+    curve = mean_curve(runs, "val", "env_steps")
+    assert curve.index.tolist() == [0, 240, 300, 480]
+    assert curve["mean"].tolist() == pytest.approx([0, (0.24 + 0.4) / 2, (0.3 + 0.5) / 2, (0.48 + 0.8) / 2])
+    assert mean_curve(runs, "val", "hours").index.tolist() == [0, 1.5, 3.0]
 
 
 def test_command_writes_table_and_curves(tmp_path, report, capsys):

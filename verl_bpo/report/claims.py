@@ -94,9 +94,12 @@ def noise(runs: Sequence[Run]) -> Noise | None:
 
 def updates_to(runs: Sequence[Run], level: float) -> float | None:
     """Policy updates at which the seeds' mean validation curve first reaches ``level``; None if it never does."""
-    curve = mean_curve(runs, "val")
-    reached = curve[curve["mean"] >= level]
-    return None if reached.empty else float(reached["updates"].iloc[0])
+    mean = mean_curve(runs, "val", "updates")["mean"]
+    reached = np.flatnonzero(mean >= level)
+    if not reached.size:
+        return None
+    there, before = reached[0], max(reached[0] - 1, 0)
+    return float(np.interp(level, mean.iloc[[before, there]], mean.index[[before, there]]))
 
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
@@ -134,15 +137,16 @@ def _bpo(name: str, runs: Sequence[Run], other: str, baseline: Sequence[Run], ke
     mean, spread, seeds = difference(runs, baseline, key)
     title = f"{name} - {other}{' (best baseline)' if best else ''}, success in points"
     out = [Claim(title, BPO, "+3.6 to +6.1", _points(mean, spread, seeds), seeds)]
-    curve = mean_curve(baseline, "val")
-    level = float(curve["mean"].max())
+    level = mean_curve(baseline, "val", "updates")["mean"].max()
     theirs, mine = updates_to(baseline, level), updates_to(runs, level)
-    if mine is None:
-        ours = f"not reached ({level:.1%}, {other}: {theirs:.0f} updates)"
+    if np.isnan(level):
+        ours = "not logged"
+    elif mine is None:
+        ours = f"not reached ({level:.1%}, {other}: {theirs:.3g} updates)"
     elif not theirs:
         ours = f"{other} never rose above its start"
     else:
-        ours = f"{mine / theirs - 1:+.0%} ({mine:.0f} against {theirs:.0f} updates to {level:.1%})"
+        ours = f"{mine / theirs - 1:+.0%} ({mine:.3g} against {theirs:.3g} updates to {level:.1%})"
     out.append(Claim(f"{name}: updates to {other}'s best mean level", BPO, "-38%", ours, seeds))
     ratio = _ratio(runs, baseline, "grad_norm_relative_variance")
     ours = "not logged" if np.isnan(ratio) else f"x {ratio:.2f}"

@@ -181,20 +181,25 @@ def markdown(numbers: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-def mean_curve(runs: Sequence[Run], column: str) -> pd.DataFrame:
-    """Mean over seeds of a curve's axes, and ``mean``, ``low``, ``high`` (one standard deviation) of ``column``, at the
-    steps that every seed logged: a mean over fewer would jump where a seed ends."""
-    curves = [r.curve[r.curve[column].notna()] for r in runs]
-    steps = curves[0].index
-    for curve in curves[1:]:
-        steps = steps.intersection(curve.index)
-    stacked = pd.concat([c.loc[steps] for c in curves])
-    grouped = stacked.groupby(level=0)
-    out = grouped[list(AXES)].mean()
-    out["mean"] = grouped[column].mean()
-    spread = grouped[column].std(ddof=1).fillna(0.0)
-    out["low"], out["high"] = out["mean"] - spread, out["mean"] + spread
-    return out
+def mean_curve(runs: Sequence[Run], column: str, axis: str) -> pd.DataFrame:
+    """Mean over seeds of ``column`` against a cost: the costs (index) at which any seed logged it, with ``mean``, ``low`` and
+    ``high`` (one standard deviation).
+
+    Seeds log at different costs: each is read off between its own points, and the curve ends where the first seed ends, since
+    a mean over fewer would jump there. Empty where a seed logged none.
+    """
+    curves = [r.curve[[axis, column]].dropna().groupby(axis)[column].last() for r in runs]
+    empty = pd.DataFrame({"mean": [], "low": [], "high": []}, dtype=float)
+    if any(c.empty for c in curves):
+        return empty
+    first, last = max(c.index[0] for c in curves), min(c.index[-1] for c in curves)
+    grid = np.unique(np.concatenate([c.index.to_numpy(dtype=float) for c in curves]))
+    grid = grid[(first <= grid) & (grid <= last)]
+    if not grid.size:
+        return empty
+    values = np.stack([np.interp(grid, c.index.to_numpy(dtype=float), c.to_numpy(dtype=float)) for c in curves])
+    mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(grid))
+    return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread}, index=grid)
 
 
 def plot(runs: Sequence[Run], out: str | Path) -> None:
@@ -220,18 +225,17 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         label = name if len(seeds) == 1 else f"{name} ({len(seeds)} seeds)"
-        handles.append(Line2D([], [], color=colour, ls=dash, lw=2.2, marker="o", ms=4, label=label))
-        curves = {"val": mean_curve(seeds, "val")}
-        if train and any(r.curve["train"].notna().any() for r in seeds):
-            curves["train"] = mean_curve(seeds, "train")
+        kinds = {"val": {"lw": 2.2, **({"marker": "o", "ms": 4} if len(seeds) == 1 else {})}}
+        handles.append(Line2D([], [], color=colour, ls=dash, label=label, **kinds["val"]))
+        if train:
+            kinds["train"] = {"lw": 1, "alpha": 0.45}
         for axis, axes in zip(AXES, grid.flat):
-            for kind, curve in curves.items():
-                x = curve[axis] * units.get(axis, (1,))[0]
-                if x.notna().any():
-                    style = {"lw": 2.2, "marker": "o", "ms": 4} if kind == "val" else {"lw": 1, "alpha": 0.45}
-                    axes.plot(x, curve["mean"], color=colour, ls=dash, **style)
-                    if kind == "val" and len(seeds) > 1 and band:
-                        axes.fill_between(x, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
+            for kind, style in kinds.items():
+                curve = mean_curve(seeds, kind, axis)
+                x = curve.index * units.get(axis, (1,))[0]
+                axes.plot(x, curve["mean"], color=colour, ls=dash, **style)
+                if kind == "val" and len(seeds) > 1 and band:
+                    axes.fill_between(x, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
     for (axis, label), axes in zip(AXES.items(), grid.flat):
         axes.set_xlabel(units.get(axis, (1, label))[1])
         if not any(r.curve[axis].notna().any() for r in runs):
