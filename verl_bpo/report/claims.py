@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from verl_bpo.report.compare import Run, final_success, mean_curve
+from verl_bpo.report.compare import Run, final_success, mean_curve, shared
 
 BPO = "BPO (Branching Policy Optimization): WebShop, ALFWorld, SWE-bench Verified; Qwen2.5-7B, Llama-3.1-8B"
 SAPO = "SAPO (arXiv 2608.19842): ALFWorld and WebShop, Qwen2.5-1.5B and 7B, mean"
@@ -28,16 +28,6 @@ class Claim:
     paper: str
     ours: str
     seeds: int
-
-
-def shared(*groups: Sequence[Run]) -> list[Sequence[Run]]:
-    """The groups' runs of the seeds that all of them have, since some seeds are harder than others. All runs where seeds
-    aren't known, or where none is shared."""
-    seeds = [[r.seed for r in group] for group in groups]
-    common = set(seeds[0]).intersection(*seeds[1:]) - {None}
-    if not common or any(len(set(s)) < len(s) for s in seeds):
-        return list(groups)
-    return [[r for r in group if r.seed in common] for group in groups]
 
 
 def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[float, float, int]:

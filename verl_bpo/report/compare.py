@@ -24,6 +24,7 @@ AXES = {
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
 VALIDATION = re.compile(r"val-(?:core|aux)/.+/(success|acc|reward)/mean@\d+")
 
 
@@ -263,7 +264,7 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
 
 
 def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
-    """Success at the end (``ends.png``): a row a name, best mean first, a dot a seed. A thin line joins the dots of one seed
+    """Success at the end (``ends.png``): a row a name, best mean first, a mark a seed. A thin line joins the dots of one seed
     of :attr:`Run.record`: those runs started from one policy, so that it is their differences that count."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -272,18 +273,21 @@ def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
     key = final_success(runs)
     values = pd.DataFrame({"name": [r.name for r in runs], "end": [r.totals[key] for r in runs]})
     values["seed"] = [np.nan if r.seed is None else r.seed for r in runs]
-    mean = values.groupby("name")["end"].mean().sort_values(ascending=False, kind="stable")
+    groups = shared(*([r for r in runs if r.name == name] for name in values["name"].unique()))
+    alike = pd.DataFrame([{"name": r.name, "end": r.totals[key]} for group in groups for r in group])
+    mean = alike.groupby("name", sort=False)["end"].mean().sort_values(ascending=False, kind="stable")
+    label = "mean" if len(alike) == len(values) else "mean of the seeds that all have"
     values["row"] = values["name"].map({name: -i for i, name in enumerate(mean.index)})
     figure = Figure(figsize=(11, 1.3 + 0.36 * len(mean)), layout="constrained")
     axes = figure.subplots()
-    handles = [Line2D([], [], color="#22211f", ls="", marker="|", ms=14, mew=2.2, label="mean")]
+    handles = [Line2D([], [], color="#22211f", ls="", marker="|", ms=14, mew=2.2, label=label)]
     axes.plot(mean, range(0, -len(mean), -1), color="#22211f", ls="", marker="|", ms=14, mew=2.2, zorder=3)
     unknown = values[values["seed"].isna()]
     axes.plot(unknown["end"], unknown["row"], ls="", marker="o", ms=6, color="#5c5b57")
     for number, (seed, rows) in enumerate(values.sort_values("row", ascending=False).groupby("seed")):
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(rows["end"], rows["row"], color=colour, lw=0.8, alpha=0.6, marker="o", ms=6)
-        handles.append(Line2D([], [], color=colour, lw=0.8, marker="o", ms=6, label=f"seed {seed:.0f}"))
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number // len(COLOURS) % len(MARKERS)]}
+        axes.plot(rows["end"], rows["row"], lw=0.8, alpha=0.6, ms=6, **style)
+        handles.append(Line2D([], [], lw=0.8, ms=6, label=f"seed {seed:.0f}", **style))
     axes.set_yticks(range(0, -len(mean), -1), mean.index)
     axes.set_xlabel({"evaluated": "success of the last checkpoint, evaluated", "val_last": "last validation"}[key])
     if values["end"].between(0, 1).all():
@@ -291,8 +295,18 @@ def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
     axes.grid(axis="x", color="#e4e3de", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 7), frameon=False)
     figure.savefig(out, dpi=150, facecolor="white")
+
+
+def shared(*groups: Sequence[Run]) -> list[Sequence[Run]]:
+    """The groups' runs of the seeds that all of them have, since some seeds are harder than others. All runs where seeds
+    aren't known, or where none is shared."""
+    seeds = [[r.seed for r in group] for group in groups]
+    common = set(seeds[0]).intersection(*seeds[1:]) - {None}
+    if not common or any(len(set(s)) < len(s) for s in seeds):
+        return list(groups)
+    return [[r for r in group if r.seed in common] for group in groups]
 
 
 def final_success(runs: Sequence[Run]) -> str:
