@@ -1,7 +1,7 @@
 """The papers' comparisons by one command: starts, resumes and skips runs, and reports on them.
 
-    python benchmarks/paper/run.py                        # methods and ablations, three seeds: overnight on two cores
-    python benchmarks/paper/run.py --quick                # the same machinery in 20 minutes
+    python benchmarks/paper/run.py                        # methods, ablations, longer episodes: overnight on two cores
+    python benchmarks/paper/run.py --quick                # methods, and one ablation, in under 20 minutes
     python benchmarks/paper/run.py benchmarks/paper/studies/alfworld.yaml        # recipes, on a cluster
 
 Each run has a folder ENVIRONMENT/MODEL/METHOD/seed-N under --out: ``run.json`` (what was run: arguments, commit, versions,
@@ -34,6 +34,8 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks.paper.study import Run, Study, read_study, slug  # noqa: E402
 
 STUDIES = Path(__file__).parent / "studies"
+QUICK = ("methods", "ablations")
+ALL = (*QUICK, "long", "long_seeds")
 COMMAND = [sys.executable, "-m", "verl_bpo.cli"]
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "vllm", "TransferQueue", "textworld", "alfworld")
 
@@ -240,9 +242,11 @@ def _save(file: Path, content: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="*", type=Path, help="study files (default: methods and ablations)")
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, fewer methods and steps: 20 minutes on two cores"
+        "studies", nargs="*", type=Path, help=f"study files (default: {', '.join(ALL)}; with --quick the first two)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, fewer methods and steps: under 20 minutes on two cores"
     )
     parser.add_argument("--out", type=Path, help="folder of the runs (default runs/paper, or runs/paper-quick)")
     parser.add_argument(
@@ -257,7 +261,8 @@ def main() -> int:
         signal.signal(stop, signal.default_int_handler)
     out = (arguments.out or REPOSITORY / "runs" / ("paper-quick" if arguments.quick else "paper")).resolve()
     try:
-        studies = [read_study(f) for f in arguments.studies or (STUDIES / "methods.yaml", STUDIES / "ablations.yaml")]
+        default = [STUDIES / f"{name}.yaml" for name in (QUICK if arguments.quick else ALL)]
+        studies = [read_study(f) for f in arguments.studies or default]
         studies = [s.quickly() for s in studies] if arguments.quick else studies
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from None
