@@ -180,6 +180,7 @@ def test_browser_draws_every_turn_and_explains_each_as_dumped(page, tmp_path):
         {"normalize": "sibling_std"},
         {"center": True},
         {"baseline": "trajectory"},
+        {"baseline": "shrunk"},
     ],
 )
 def test_browser_explains_other_estimators_as_dumped(options, tmp_path):

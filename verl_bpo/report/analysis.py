@@ -151,7 +151,8 @@ class TreeView:
 
 @dataclass(frozen=True)
 class Explanation:
-    """``advantage = value - baseline``, before any normalisation."""
+    """``advantage = value - baseline``, before any normalisation. With ``baseline=shrunk`` below a turn: before the siblings'
+    mean is drawn towards the baseline above, which takes all trees of the step."""
 
     head: int
     """First turn of the segment: the turn whose siblings decide."""
