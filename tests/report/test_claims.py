@@ -47,6 +47,10 @@ def test_seeds_are_compared_pair_by_pair():
     assert (mean, spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
 
 
+def test_runs_of_bpo_alone_have_nothing_to_be_compared_with():
+    assert claims([make_run("BPO", 0, [0, 0, 0.6])]) == []
+
+
 def test_only_shared_seeds_are_compared():
     easy, hard = [0, 0, 0.9], [0, 0, 0.2]
     bpo = [make_run("BPO", s, v) for s, v in ((0, easy), (1, hard), (2, hard))]

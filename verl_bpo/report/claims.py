@@ -102,12 +102,13 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
     named = lambda *families: [n for n in groups if family[n] in families]  # noqa: E731
     found = []
     baselines = named(*NO_BRANCHING)
-    for name in named("bpo"):
-        alike = shared(*(groups[n] for n in baselines))
-        means = {n: float(np.mean([r.totals[key] for r in group])) for n, group in zip(baselines, alike, strict=True)}
-        for other in sorted(baselines, key=lambda n: -means[n]):
-            best = other == max(means, key=lambda n: means[n])
-            found += _bpo(name, groups[name], other, groups[other], key, best)
+    if baselines:
+        alike = zip(baselines, shared(*(groups[n] for n in baselines)), strict=True)
+        means = {n: float(np.mean([r.totals[key] for r in group])) for n, group in alike}
+        best = max(baselines, key=lambda n: means[n])
+        for name in named("bpo"):
+            for other in sorted(baselines, key=lambda n: -means[n]):
+                found += _bpo(name, groups[name], other, groups[other], key, other == best)
     for name in named("sapo"):
         for other in named("ppo", "grpo"):
             paper = {"ppo": "+15.1", "grpo": "+12.1"}[family[other]]

@@ -32,24 +32,24 @@ def write_page(sections: Sequence[Section], out: Path) -> str:
     """Write ``comparison.md`` and ``index.html``; returns the Markdown."""
     from jinja2 import Environment, PackageLoader
 
-    parts = [(section, _tables(section)) for section in sections]
+    parts = [(section, _tables(section), _noise(section)) for section in sections]
     text = ""
-    for section, tables in parts:
+    for section, tables, noise_said in parts:
         text += f"## {section.title}\n\n" if section.title else ""
         text += "\n".join(f"{title}\n\n{table}" if title else table for title, table in tables)
         metrics = ", ".join(dict.fromkeys(r.metric for r in section.runs))
-        text += f"\n{_noise(section)}Validation: {metrics}.\n"
+        text += f"\n{noise_said}Validation: {metrics}.\n"
     text += f"\n{NOTES}\n"
     (out / "comparison.md").write_text(text, encoding="utf-8")
     page = Environment(loader=PackageLoader("verl_bpo.report", ""), autoescape=True).get_template("comparison.html")
     content = [
         {
             "title": section.title,
-            "noise": _noise(section),
+            "noise": noise_said,
             "tables": [(title, _cells(table)) for title, table in tables],
             "pictures": [base64.b64encode(picture.read_bytes()).decode() for picture in section.pictures],
         }
-        for section, tables in parts
+        for section, tables, noise_said in parts
     ]
     (out / "index.html").write_text(page.render(sections=content, notes=NOTES), encoding="utf-8")
     return text
