@@ -206,11 +206,34 @@ async def _fresh(rollouts: LocalRollouts, job: Any) -> Any:
 
 
 def statistics(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
-    """See the module. All of them come from inner products, so that the jackknife costs no gradients.
+    """See the module.
 
     Args:
         gradients, reference: [batches, parameters]; batch b of both may be of the same trees.
     """
+    return {
+        key: {"value": float(values[0]), "interval": (values[0] + _error(values)).tolist()}
+        for key, values in jackknife(gradients, reference).items()
+    }
+
+
+def noise_ratio(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
+    """tr(C)/|mu|^2 of one estimator over another's that was given the same trees, [batches, parameters] each, with the
+    jackknife's interval of its logarithm: what the trees have in common falls out, so that it is narrower than either's."""
+    logs = np.log(jackknife(gradients, reference)["noise"]) - np.log(jackknife(reference, reference)["noise"])
+    return {"value": float(np.exp(logs[0])), "interval": np.exp(logs[0] + _error(logs)).tolist()}
+
+
+def _error(values: np.ndarray) -> np.ndarray:
+    """Both ends of the 95% interval about ``values[0]``, from the values without each batch that follow it."""
+    left, batches = values[1:], len(values) - 1
+    error = np.sqrt((batches - 1) / batches * ((left - left.mean()) ** 2).sum())
+    return 1.96 * np.array([-error, error])
+
+
+def jackknife(gradients: np.ndarray, reference: np.ndarray) -> dict[str, np.ndarray]:
+    """Each number of :func:`statistics` of all batches, then without each of them: [1 + batches]. All of them come from inner
+    products, so that the jackknife costs no gradients."""
     batches = len(gradients)
     both = np.concatenate([gradients, reference]).astype(np.float64)
     gram = both @ both.T
@@ -235,32 +258,8 @@ def statistics(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
         }
 
     everyone = np.arange(batches)
-    without = [numbers(np.delete(everyone, b)) for b in everyone]
-    out = {}
-    for key, value in numbers(everyone).items():
-        left = np.array([w[key] for w in without])
-        error = np.sqrt((batches - 1) / batches * ((left - left.mean()) ** 2).sum())
-        out[key] = {"value": float(value), "interval": [float(value - 1.96 * error), float(value + 1.96 * error)]}
-    return out
-
-
-def noise_ratio(gradients: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
-    """tr(C)/|mu|^2 of one estimator over another's that was given the same trees, [batches, parameters] each, with the
-    jackknife's interval of its logarithm: what the trees have in common falls out, so that it is narrower than either's."""
-
-    def noises(g: np.ndarray) -> np.ndarray:
-        """Of all batches and without each of them, [batches + 1]."""
-        gram = g.astype(np.float64) @ g.T.astype(np.float64)
-        own, total, trace, n = np.diag(gram), gram.sum(), np.trace(gram), len(gram)
-        sums = np.array([total, *(total - 2 * gram.sum(1) + own)])
-        traces, counts = np.array([trace, *(trace - own)]), np.array([n, *[n - 1] * n])
-        square = (sums - traces) / (counts * (counts - 1))
-        return (traces / counts - square) / np.where(square > 0, square, np.nan)
-
-    logs = np.log(noises(gradients)) - np.log(noises(reference))
-    error = np.sqrt((len(gradients) - 1) / len(gradients) * ((logs[1:] - logs[1:].mean()) ** 2).sum())
-    interval = np.exp([logs[0] - 1.96 * error, logs[0] + 1.96 * error])
-    return {"value": float(np.exp(logs[0])), "interval": interval.tolist()}
+    found = [numbers(everyone), *(numbers(np.delete(everyone, b)) for b in everyone)]
+    return {key: np.array([x[key] for x in found]) for key in found[0]}
 
 
 def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed: int) -> dict[str, Any]:

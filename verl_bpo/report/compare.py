@@ -219,7 +219,9 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
     train = len(names) <= 3 and any(r.curve["train"].notna().any() for r in runs)
     band = len(names) <= 6 and len(names) < len(runs)
     longest = max((r.curve["hours"].max() for r in runs if r.curve["hours"].notna().any()), default=0)
-    units = {"hours": (60, "wall time (minutes)")} if longest < 2 else {}
+    scales = {axis: (1, label) for axis, label in AXES.items()}
+    if longest < 2:
+        scales["hours"] = (60, "wall time (minutes)")
     handles = []
     for number, name in enumerate(names):
         seeds = [r for r in runs if r.name == name]
@@ -230,15 +232,15 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
         handles.append(Line2D([], [], color=colour, ls=dash, label=label, **kinds["val"]))
         if train:
             kinds["train"] = {"lw": 1, "alpha": 0.45}
-        for axis, axes in zip(AXES, grid.flat):
+        for (axis, (factor, _)), axes in zip(scales.items(), grid.flat):
             for kind, style in kinds.items():
                 curve = mean_curve(seeds, kind, axis)
-                x = curve.index * units.get(axis, (1,))[0]
+                x = curve.index * factor
                 axes.plot(x, curve["mean"], color=colour, ls=dash, **style)
                 if kind == "val" and len(seeds) > 1 and band:
                     axes.fill_between(x, curve["low"], curve["high"], color=colour, alpha=0.15, lw=0)
-    for (axis, label), axes in zip(AXES.items(), grid.flat):
-        axes.set_xlabel(units.get(axis, (1, label))[1])
+    for (axis, (_, label)), axes in zip(scales.items(), grid.flat):
+        axes.set_xlabel(label)
         if not any(r.curve[axis].notna().any() for r in runs):
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color="#5c5b57")
             axes.set_xticks([])
@@ -264,7 +266,7 @@ def plot(runs: Sequence[Run], out: str | Path) -> None:
 
 
 def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
-    """Success at the end (``ends.png``): a row a name, best mean first, a mark a seed. A thin line joins the dots of one seed
+    """Success at the end (``ends.png``): a row a name, best mean first, a mark a seed. A thin line joins the marks of one seed
     of :attr:`Run.record`: those runs started from one policy, so that it is their differences that count."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
