@@ -35,7 +35,7 @@ from benchmarks.paper.study import Run, Study, read_study, slug  # noqa: E402
 
 STUDIES = Path(__file__).parent / "studies"
 QUICK = ("methods", "ablations")
-ALL = (*QUICK, "long", "long_seeds")
+ALL = (*QUICK, "long")
 COMMAND = [sys.executable, "-m", "verl_bpo.cli"]
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "vllm", "TransferQueue", "textworld", "alfworld")
 

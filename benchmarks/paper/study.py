@@ -48,7 +48,7 @@ class Study:
     models: dict[str, dict[str, Any]]
     """``quickstart``: options of ``verl-bpo warmstart``. ``recipes``: the ends of the scripts' names."""
     methods: dict[str, dict[str, Any]]
-    """``overrides`` of ``verl-bpo train`` and, for ``recipes``, the ``recipe``'s folder."""
+    """``overrides`` of ``verl-bpo train``, ``seeds`` in place of the study's, and, for ``recipes``, the ``recipe``'s folder."""
     env_steps: int | None = None
     """At which a run ends. Null: where its config says."""
     eval_episodes: int = 0
@@ -62,7 +62,7 @@ class Study:
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"launcher={self.launcher!r} is not one of {', '.join(LAUNCHERS)}")
         for name, method in self.methods.items():
-            if unknown := set(method) - {"overrides", "recipe"}:
+            if unknown := set(method) - {"overrides", "recipe", "seeds"}:
                 raise ValueError(f"methods.{name}: unknown key {sorted(unknown)[0]}")
             if (self.launcher == "recipes") != ("recipe" in method):
                 raise ValueError(f"methods.{name}: recipe goes with launcher=recipes, and with no other")
@@ -77,6 +77,9 @@ class Study:
             if unknown := [m for m in changes["methods"] if m not in self.methods]:
                 raise ValueError(f"quick.methods: {unknown[0]!r} is no method")
             changes["methods"] = {m: self.methods[m] for m in changes["methods"]}
+        if "seeds" in changes:  # of every method
+            methods = changes.get("methods", self.methods)
+            changes["methods"] = {m: {k: v for k, v in how.items() if k != "seeds"} for m, how in methods.items()}
         return _build({**vars(self), **changes})
 
     def runs(self) -> list[Run]:
@@ -89,15 +92,16 @@ class Study:
                 model=model,
                 method=method,
                 seed=seed,
-                recipe=self.methods[method].get("recipe"),
-                overrides=(*self.overrides, *self.methods[method].get("overrides", ())),
+                recipe=how.get("recipe"),
+                overrides=(*self.overrides, *how.get("overrides", ())),
                 env_steps=self.env_steps,
                 eval_episodes=self.eval_episodes,
             )
-            for seed in self.seeds
+            for seed in sorted({*self.seeds, *(s for m in self.methods.values() for s in m.get("seeds", ()))})
             for environment in self.environments
             for model in self.models
-            for method in self.methods
+            for method, how in self.methods.items()
+            if seed in how.get("seeds", self.seeds)
         ]
 
 

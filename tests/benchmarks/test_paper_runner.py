@@ -98,6 +98,16 @@ def test_studies_can_be_read_and_their_recipes_exist(file):
             assert (REPOSITORY / "recipes" / run.recipe / run.environment / f"run_{run.model}.sh").exists(), run.title
 
 
+def test_a_method_may_have_seeds_of_its_own_but_not_under_quick(tmp_path):
+    file = tmp_path / "s.yaml"
+    methods = {"A": {"seeds": [0, 5]}, "B": {}}
+    study = {"name": "s", "launcher": "quickstart", "seeds": [0, 1], "environments": {"e": {}}, "models": {"m": {}}}
+    file.write_text(json.dumps(study | {"methods": methods, "quick": {"seeds": [1]}}))
+    found = read_study(file)
+    assert [(r.method, r.seed) for r in found.runs()] == [("A", 0), ("B", 0), ("B", 1), ("A", 5)]
+    assert [(r.method, r.seed) for r in found.quickly().runs()] == [("A", 1), ("B", 1)]
+
+
 def test_studies_agree_on_runs_of_one_name():
     seen = {}
     for run in (r for f in STUDIES for r in read_study(f).runs()):
