@@ -31,11 +31,13 @@ from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks.paper.study import Run, Study, read_study, slug  # noqa: E402
+from benchmarks.paper.study import GAME_KINDS, Run, Study, read_study, slug  # noqa: E402
 
 STUDIES = Path(__file__).parent / "studies"
 QUICK = ("methods", "ablations")
 ALL = (*QUICK, "long")
+SPLITS = {"alfworld": ("train", "valid_seen"), "webshop": ("train", "test")}
+"""Of the environments whose tasks to train on and to hold out aren't called train and valid."""
 COMMAND = [sys.executable, "-m", "verl_bpo.cli"]
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "vllm", "TransferQueue", "textworld", "alfworld")
 
@@ -73,17 +75,34 @@ def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) 
     """Games, prompt files and warm start of a ``quickstart`` run, where they aren't there yet: (their folder, the policy)."""
     root = out / "data" / slug(run.environment)
     model = root / f"{slug(run.model)}-{run.seed}"
+    name = world(games)
+    made = name in GAME_KINDS
     if not (root / "valid.parquet").exists():
-        _must("make-games", root / "games", *_options(games))
-        for split in ("train", "valid"):
-            _must("make-data", "textworld", root / f"{split}.parquet", "--root", root / "games", "--split", split)
+        if made:
+            _must("make-games", root / "games", *_options(games))
+        for file, split in zip(("train", "valid"), SPLITS.get(name, ("train", "valid"))):
+            words = ["--root", root / "games"] if made else ["--panel", games[file]]
+            _must("make-data", name, root / f"{file}.parquet", "--split", split, *words)
     if not model.exists():
-        _must("warmstart", "--out", model, "--data", root / "games", "--seed", run.seed, *_options(policy))
+        words = ["--data", root / "games"] if made else []
+        _must("warmstart", "--env", name, "--out", model, "--seed", run.seed, *words, *_options(policy))
     return root, model
 
 
+def world(games: dict[str, Any]) -> str:
+    """Which environment (``bpo.env.name``) a ``quickstart`` study plays."""
+    return str(games.get("env") or games.get("kind", "textworld"))
+
+
 def _options(values: dict[str, Any]) -> list[str]:
-    return [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    words = []
+    for key, value in values.items():
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", str(value)]
+    return words
 
 
 def _must(*words: Any) -> None:
@@ -93,7 +112,7 @@ def _must(*words: Any) -> None:
 
 
 def training_arguments(run: Run, folder: Path, start: tuple[Path, Path] | None) -> list[str]:
-    """Arguments of ``verl-bpo train``."""
+    """Arguments of ``verl-bpo train``. ``start``: what :func:`prepare` returned, for ``quickstart`` runs."""
     from verl_bpo.dry_run import recipe_arguments
 
     own = [f"trainer.default_local_dir={folder / 'checkpoints'}", "trainer.resume_mode=auto", f"bpo.seed={run.seed}"]

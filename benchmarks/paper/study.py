@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+GAME_KINDS = ("textworld", "alfworld", "repair")
+"""What ``verl-bpo make-games`` makes."""
 LAUNCHERS = ("quickstart", "recipes")
 
 
@@ -44,7 +46,8 @@ class Study:
     launcher: str
     seeds: list[int]
     environments: dict[str, dict[str, Any]]
-    """``quickstart``: options of ``verl-bpo make-games``, in place of dashes underscores."""
+    """``quickstart``: options of ``verl-bpo make-games``, in place of dashes underscores; or ``env`` with the name of an
+    environment whose data is there, and how many of its ``train`` and ``valid`` tasks are drawn."""
     models: dict[str, dict[str, Any]]
     """``quickstart``: options of ``verl-bpo warmstart``. ``recipes``: the ends of the scripts' names."""
     methods: dict[str, dict[str, Any]]
@@ -66,6 +69,9 @@ class Study:
                 raise ValueError(f"methods.{name}: unknown key {sorted(unknown)[0]}")
             if (self.launcher == "recipes") != ("recipe" in method):
                 raise ValueError(f"methods.{name}: recipe goes with launcher=recipes, and with no other")
+        for name, games in self.environments.items():
+            if "env" in games and set(games) != {"env", "train", "valid"}:
+                raise ValueError(f"environments.{name}: with env go train and valid, the numbers of tasks, and nothing else")
         names = [slug(m) for m in self.methods]
         if len(set(names)) < len(names):
             raise ValueError("methods: two names make the same folder")

@@ -1,13 +1,14 @@
 """The papers' claims, computed on made-up runs whose answers are known."""
 
 import json
+import math
 import re
 
 import pandas as pd
 import pytest
 from scipy import stats
 
-from verl_bpo.report.claims import claims, difference, noise, updates_to
+from verl_bpo.report.claims import claims, difference, differences, noise, updates_to
 from verl_bpo.report.cli import name_comparison
 from verl_bpo.report.compare import load_run
 from verl_bpo.report.logs import Log
@@ -41,10 +42,36 @@ def found(runs):
 def test_seeds_are_compared_pair_by_pair():
     mine = [make_run("BPO", s, [0, 0, v]) for s, v in ((0, 0.5), (1, 0.9))]
     theirs = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in ((1, 0.8), (0, 0.4))]
-    assert difference(mine, theirs, "val_last") == pytest.approx((0.1, 0.0, 2), abs=1e-12)
+    same = difference(mine, theirs, "val_last")
+    assert (same.mean, same.spread, same.low, same.high) == pytest.approx((0.1, 0, 0.1, 0.1)) and same.seeds == 2
+    assert math.isnan(same.p_value)  # nothing but rounding between the seeds
     other = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in ((7, 0.8), (8, 0.4))]
-    mean, spread, _ = difference(mine, other, "val_last")
-    assert (mean, spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
+    apart = difference(mine, other, "val_last")
+    assert (apart.mean, apart.spread) == pytest.approx((0.1, (0.08 + 0.08) ** 0.5))
+
+
+def test_intervals_and_p_values_are_those_of_t_tests():
+    a, b = [0.7, 0.4, 0.65, 0.5], [0.6, 0.45, 0.5, 0.4]
+    mine = [make_run("BPO", s, [0, 0, v]) for s, v in enumerate(a)]
+    for seeds, test in (
+        ([0, 1, 2, 3], stats.ttest_rel(a, b)),
+        ([None] * 4, stats.ttest_ind(a, b, equal_var=False)),
+    ):
+        theirs = [make_run("GRPO", s, [0, 0, v], "grpo") for s, v in zip(seeds, b)]
+        found = difference(mine, theirs, "val_last")
+        interval = test.confidence_interval(0.95)
+        assert (found.p_value, found.low, found.high) == pytest.approx((test.pvalue, interval.low, interval.high))
+    one = difference(mine[:1], theirs[:1], "val_last")
+    assert one.mean == pytest.approx(0.1) and math.isnan(one.low) and math.isnan(one.p_value)
+
+
+def test_every_pair_of_methods_is_listed_with_the_better_one_first():
+    ends = {"BPO": [0.5, 0.4], "GRPO": [0.6, 0.55], "RLOO": [0.2, 0.3]}
+    runs = [make_run(name, s, [0, 0, v]) for name, values in ends.items() for s, v in enumerate(values)]
+    found = differences(runs)
+    assert list(zip(found["method"], found["less"])) == [("GRPO", "BPO"), ("GRPO", "RLOO"), ("BPO", "RLOO")]
+    assert found["mean"].tolist() == pytest.approx([12.5, 32.5, 20])
+    assert differences(runs[:2]).empty
 
 
 def test_runs_of_bpo_alone_have_nothing_to_be_compared_with():
@@ -58,7 +85,7 @@ def test_only_shared_seeds_are_compared():
     rloo = [make_run("RLOO", 0, [0, 0, 0.8], "rloo")]
     said = {c.what: (c.ours, c.seeds) for c in claims([*bpo, *grpo, *rloo])}
     # RLOO's only seed is the easy one, where GRPO is better.
-    assert said["BPO - GRPO (best baseline), success in points"] == ("+3.3 ± 5.8", 3)
+    assert said["BPO - GRPO (best baseline), success in points"] == ("+3.3 ± 5.8 [-11.0, +17.7], p = 0.42", 3)
     assert said["BPO - RLOO, success in points"] == ("+10.0", 1)
     assert said["BPO: updates to RLOO's best mean level"] == ("-6% (3.78 against 4 updates to 80.0%)", 1)
 

@@ -30,17 +30,56 @@ class Claim:
     seeds: int
 
 
-def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> tuple[float, float, int]:
-    """Mean of ``runs`` minus mean of ``others``, its spread (standard deviation; NaN for one seed) and the seeds. Runs of the
-    same seeds start from one policy: the seeds that both have are compared pair by pair."""
+@dataclass(frozen=True)
+class Difference:
+    """Mean of some runs minus that of others, in the units of the number compared."""
+
+    mean: float
+    spread: float
+    """Standard deviation of one seed's difference, here and in all numbers below NaN for a single seed."""
+    low: float
+    """Of the mean's 95% interval by Student's t."""
+    high: float
+    p_value: float
+    """Two-sided, of no difference; NaN too where the spread is rounding."""
+    seeds: int
+
+
+def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> Difference:
+    """Runs of the same seeds start from one policy: the seeds that both have are compared pair by pair. Where seeds aren't
+    known, the two means are (Welch)."""
     runs, others = shared(runs, others)
     mine, theirs = ({r.seed: r.totals[key] for r in group} for group in (runs, others))
     if None not in mine and mine.keys() == theirs.keys() and len(mine) == len(runs) == len(others):
         pairs = np.array([mine[seed] - theirs[seed] for seed in mine])
-        return float(pairs.mean()), float(pairs.std(ddof=1)) if len(pairs) > 1 else np.nan, len(pairs)
-    a, b = (np.array([r.totals[key] for r in group]) for group in (runs, others))
-    spread = np.sqrt(a.var(ddof=1) + b.var(ddof=1)) if min(len(a), len(b)) > 1 else np.nan
-    return float(a.mean() - b.mean()), float(spread), min(len(a), len(b))
+        mean, seeds = float(pairs.mean()), len(pairs)
+        spread, free = (float(pairs.std(ddof=1)), seeds - 1) if seeds > 1 else (np.nan, 1)
+        error = spread / seeds**0.5
+    else:
+        a, b = (np.array([r.totals[key] for r in group]) for group in (runs, others))
+        mean, seeds = float(a.mean() - b.mean()), min(len(a), len(b))
+        spread, error, free = np.nan, np.nan, 1.0
+        if seeds > 1:
+            parts = np.array([a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)])
+            spread, error = float(np.sqrt(a.var(ddof=1) + b.var(ddof=1))), float(np.sqrt(parts.sum()))
+            free = parts.sum() ** 2 / (parts**2 / (np.array([len(a), len(b)]) - 1)).sum() if error else 1.0
+    half = float(stats.t.ppf(0.975, free)) * error
+    p_value = float(2 * stats.t.sf(abs(mean) / error, free)) if error > 1e-9 else np.nan
+    return Difference(mean, spread, mean - half, mean + half, p_value, seeds)
+
+
+def differences(runs: Sequence[Run]) -> pd.DataFrame:
+    """Every method less every other, best mean first: ``method``, ``less``, ``seeds`` and the numbers of
+    :class:`Difference`, in points."""
+    key, groups = final_success(runs), _by_name(runs)
+    names = sorted(groups, key=lambda n: -np.mean([r.totals[key] for r in groups[n]]))
+    rows = []
+    for number, name in enumerate(names):
+        for other in names[number + 1 :]:
+            found = difference(groups[name], groups[other], key)
+            points = {k: 100 * getattr(found, k) for k in ("mean", "spread", "low", "high")}
+            rows.append({"method": name, "less": other, "seeds": found.seeds, **points, "p_value": found.p_value})
+    return pd.DataFrame(rows, columns=["method", "less", "seeds", "mean", "spread", "low", "high", "p_value"])
 
 
 @dataclass(frozen=True)
@@ -94,9 +133,7 @@ def updates_to(runs: Sequence[Run], level: float) -> float | None:
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
     """All claims that the runs of one environment and model have something to say on."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.name, []).append(run)
+    groups = _by_name(runs)
     family = {name: group[0].family for name, group in groups.items()}
     key = final_success(runs)
     named = lambda *families: [n for n in groups if family[n] in families]  # noqa: E731
@@ -112,9 +149,8 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
     for name in named("sapo"):
         for other in named("ppo", "grpo"):
             paper = {"ppo": "+15.1", "grpo": "+12.1"}[family[other]]
-            mean, spread, seeds = difference(groups[name], groups[other], key)
-            ours = _points(mean, spread, seeds)
-            found.append(Claim(f"{name} - {other}, success in points", SAPO, paper, ours, seeds))
+            ours = difference(groups[name], groups[other], key)
+            found.append(Claim(f"{name} - {other}, success in points", SAPO, paper, _points(ours), ours.seeds))
         for other in named("ppo"):
             mine, theirs = shared(groups[name], groups[other])
             ratio, seeds = _ratio(mine, theirs, "seconds_per_step"), min(len(mine), len(theirs))
@@ -125,9 +161,10 @@ def claims(runs: Sequence[Run]) -> list[Claim]:
 
 def _bpo(name: str, runs: Sequence[Run], other: str, baseline: Sequence[Run], key: str, best: bool) -> list[Claim]:
     runs, baseline = shared(runs, baseline)
-    mean, spread, seeds = difference(runs, baseline, key)
+    gain = difference(runs, baseline, key)
+    seeds = gain.seeds
     title = f"{name} - {other}{' (best baseline)' if best else ''}, success in points"
-    out = [Claim(title, BPO, "+3.6 to +6.1", _points(mean, spread, seeds), seeds)]
+    out = [Claim(title, BPO, "+3.6 to +6.1", _points(gain), seeds)]
     level = mean_curve(baseline, "val", "updates")["mean"].max()
     theirs, mine = updates_to(baseline, level), updates_to(runs, level)
     if np.isnan(level):
@@ -151,5 +188,15 @@ def _ratio(runs: Sequence[Run], others: Sequence[Run], key: str) -> float:
     return float(mine / theirs) if theirs else np.nan
 
 
-def _points(mean: float, spread: float, seeds: int) -> str:
-    return f"{100 * mean:+.1f}" + ("" if np.isnan(spread) else f" ± {100 * spread:.1f}")
+def _points(found: Difference) -> str:
+    text = f"{100 * found.mean:+.1f}"
+    if not np.isnan(found.spread):
+        text += f" ± {100 * found.spread:.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    return text + ("" if np.isnan(found.p_value) else f", p = {found.p_value:.2g}")
+
+
+def _by_name(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups

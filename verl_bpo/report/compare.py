@@ -339,32 +339,35 @@ def main(words: Sequence[str], out: str | Path, metric: str = "val") -> int:
 
     Args:
         words: see :func:`read_runs`; several runs of one name (and environment and model) are its seeds.
-        out: folder for ``index.html``, ``comparison.md``, ``comparison.csv`` and the pictures.
+        out: folder for ``index.html``, ``comparison.md``, ``comparison.csv``, ``differences.csv`` and the pictures.
         metric: see :func:`validation_columns`.
 
     Raises:
         FileNotFoundError, ValueError, ImportError: see :func:`read_runs`.
     """
+    from verl_bpo.report.claims import differences
     from verl_bpo.report.page import Section, write_page
 
     runs, out = read_runs(words, metric), Path(out)
     out.mkdir(parents=True, exist_ok=True)
     settings = list(dict.fromkeys(r.setting for r in runs))
-    sections, frames = [], []
+    sections, frames, pairs = [], [], []
     for setting in settings:
         own = [r for r in runs if r.setting == setting]
         numbers = table(own)
         frames.append(numbers.assign(setting=setting) if setting else numbers)
+        pairs.append(differences(own).assign(setting=setting))
         suffix = "" if len(settings) == 1 else f"-{re.sub('[^a-z0-9.]+', '-', setting.lower())}"
         pictures = [out / f"curves{suffix}.png", out / f"ends{suffix}.png"]
         plot(own, pictures[0])
         plot_ends(own, pictures[1])
         sections.append(Section(setting, own, markdown(numbers), pictures))
     pd.concat(frames).to_csv(out / "comparison.csv")
+    pd.concat(pairs).to_csv(out / "differences.csv", index=False)
     text = write_page(sections, out)
     print(text)
     written = [picture.name for s in sections for picture in s.pictures]
-    print(f"written to {out}: index.html, comparison.md, comparison.csv, {', '.join(written)}")
+    print(f"written to {out}: index.html, comparison.md, comparison.csv, differences.csv, {', '.join(written)}")
     return 0
 
 

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_bpo.report.claims import claims, noise
+import pandas as pd
+
+from verl_bpo.report.claims import claims, differences, noise
 from verl_bpo.report.compare import Run
 
+PAIRS = 15
+"""Most pairs of methods on the page; ``differences.csv`` has all."""
 NOTES = (
-    "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both have. "
+    "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both have; in "
+    "brackets the 95% interval of their mean. Of many pairs one in twenty has p < 0.05 by chance alone. "
     "Numbers beside the papers' are of other models and scales: they show whether an effect is there, not its size."
 )
 
@@ -76,6 +81,11 @@ def _tables(section: Section) -> list[tuple[str, str]]:
         tables.append(
             ("The papers' claims", _markdown(("claim", "paper", "here", "seeds", "the paper's setting"), rows))
         )
+    pairs = differences(section.runs)
+    if len(tested := pairs.dropna(subset="p_value")):
+        shown = tested.sort_values("p_value", kind="stable").head(PAIRS)
+        title = f"Differences at the end, the least likely by chance first: {len(shown)} of {len(pairs)} pairs"
+        tables.append((title, _markdown(*_differences(shown))))
     evaluated = [r for r in section.runs if "evaluation" in r.record]
     if evaluated:
         tables.append(("Evaluation of the last checkpoints", _markdown(*_evaluations(evaluated))))
@@ -83,6 +93,20 @@ def _tables(section: Section) -> list[tuple[str, str]]:
     if recorded:
         tables.append(("Runs", _markdown(*_provenance(recorded))))
     return tables
+
+
+def _differences(pairs: pd.DataFrame) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows = [
+        (
+            f"{row.method} - {row.less}",
+            f"{row.mean:+.1f} ± {row.spread:.1f}",
+            f"{row.low:+.1f} to {row.high:+.1f}",
+            f"{row.p_value:.2g}",
+            str(row.seeds),
+        )
+        for row in pairs.itertuples()
+    ]
+    return ("success in points", "mean ± sd", "95% of the mean", "p (t test)", "seeds"), rows
 
 
 def _evaluations(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
