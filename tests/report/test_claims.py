@@ -144,6 +144,9 @@ def test_evaluations_are_compared_once_all_runs_have_one():
     assert found(runs)["BPO - GRPO (best baseline), success in points"] == "+10.0"
     runs[1] = make_run("GRPO", 0, [0, 0, 0.5], "grpo", evaluated=0.5)
     assert found(runs)["BPO - GRPO (best baseline), success in points"] == "+40.0"
+    # A run that is still going on, whose seed the other method has: no reason to go back to validation.
+    ends = [make_run("BPO", 1, [0, 0, 0.1]), make_run("GRPO", 1, [0, 0, 0.8], "grpo", evaluated=0.8)]
+    assert found([*runs, *ends])["BPO - GRPO (best baseline), success in points"] == "+40.0"
 
 
 def test_runs_that_nothing_is_claimed_of_make_no_table():

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from verl_bpo.report.compare import Run, final_success, mean_curve, shared
+from verl_bpo.report.compare import Run, ended, mean_curve, shared
 
 BPO = "BPO (Branching Policy Optimization): WebShop, ALFWorld, SWE-bench Verified; Qwen2.5-7B, Llama-3.1-8B"
 SAPO = "SAPO (arXiv 2608.19842): ALFWorld and WebShop, Qwen2.5-1.5B and 7B, mean"
@@ -71,7 +71,8 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> Differen
 def differences(runs: Sequence[Run]) -> pd.DataFrame:
     """Every method less every other, best mean first: ``method``, ``less``, ``seeds`` and the numbers of
     :class:`Difference`, in points."""
-    key, groups = final_success(runs), _by_name(runs)
+    key, runs = ended(runs)
+    groups = _by_name(runs)
     names = sorted(groups, key=lambda n: -np.mean([r.totals[key] for r in groups[n]]))
     rows = []
     for number, name in enumerate(names):
@@ -99,7 +100,7 @@ class Noise:
 
 def noise(runs: Sequence[Run]) -> Noise | None:
     """Of the methods that have all seeds; None with fewer than two methods or seeds, or without any noise."""
-    key = final_success(runs)
+    key, runs = ended(runs)
     frame = pd.DataFrame(
         {"name": [r.name for r in runs], "seed": [r.seed for r in runs], "end": [r.totals[key] for r in runs]}
     )
@@ -133,9 +134,9 @@ def updates_to(runs: Sequence[Run], level: float) -> float | None:
 
 def claims(runs: Sequence[Run]) -> list[Claim]:
     """All claims that the runs of one environment and model have something to say on."""
+    key, runs = ended(runs)
     groups = _by_name(runs)
     family = {name: group[0].family for name, group in groups.items()}
-    key = final_success(runs)
     named = lambda *families: [n for n in groups if family[n] in families]  # noqa: E731
     found = []
     baselines = named(*NO_BRANCHING)

@@ -272,7 +272,7 @@ def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
-    key = final_success(runs)
+    key, runs = ended(runs)
     values = pd.DataFrame({"name": [r.name for r in runs], "end": [r.totals[key] for r in runs]})
     values["seed"] = [np.nan if r.seed is None else r.seed for r in runs]
     groups = shared(*([r for r in runs if r.name == name] for name in values["name"].unique()))
@@ -311,9 +311,13 @@ def shared(*groups: Sequence[Run]) -> list[Sequence[Run]]:
     return [[r for r in group if r.seed in common] for group in groups]
 
 
-def final_success(runs: Sequence[Run]) -> str:
-    """The number of :attr:`Run.totals` to compare: the last checkpoint's evaluation where all runs have one."""
-    return "evaluated" if not any(np.isnan(r.totals["evaluated"]) for r in runs) else "val_last"
+def ended(runs: Sequence[Run]) -> tuple[str, Sequence[Run]]:
+    """By which number of :attr:`Run.totals` ends are compared, and the runs that have it: the last checkpoint's evaluation
+    once a run of each name has one (the others may still be going on), else the last validation, which all have."""
+    evaluated = [r for r in runs if not np.isnan(r.totals["evaluated"])]
+    if {r.name for r in evaluated} == {r.name for r in runs}:
+        return "evaluated", evaluated
+    return "val_last", runs
 
 
 def read_runs(words: Sequence[str], metric: str = "val") -> list[Run]:

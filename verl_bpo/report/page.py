@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from verl_bpo.report.claims import claims, differences, noise
-from verl_bpo.report.compare import Run
+from verl_bpo.report.compare import Run, ended
 
 PAIRS = 15
 """Most pairs of methods on the page; ``differences.csv`` has all."""
@@ -37,27 +37,39 @@ def write_page(sections: Sequence[Section], out: Path) -> str:
     """Write ``comparison.md`` and ``index.html``; returns the Markdown."""
     from jinja2 import Environment, PackageLoader
 
-    parts = [(section, _tables(section), _noise(section)) for section in sections]
+    parts = [(section, _tables(section), f"{_compared(section)}{_noise(section)}") for section in sections]
     text = ""
-    for section, tables, noise_said in parts:
+    for section, tables, footnote in parts:
         text += f"## {section.title}\n\n" if section.title else ""
         text += "\n".join(f"{title}\n\n{table}" if title else table for title, table in tables)
         metrics = ", ".join(dict.fromkeys(r.metric for r in section.runs))
-        text += f"\n{noise_said}Validation: {metrics}.\n"
+        text += f"\n{footnote}Validation: {metrics}.\n"
     text += f"\n{NOTES}\n"
     (out / "comparison.md").write_text(text, encoding="utf-8")
     page = Environment(loader=PackageLoader("verl_bpo.report", ""), autoescape=True).get_template("comparison.html")
     content = [
         {
             "title": section.title,
-            "noise": noise_said,
+            "footnote": footnote,
             "tables": [(title, _cells(table)) for title, table in tables],
             "pictures": [base64.b64encode(picture.read_bytes()).decode() for picture in section.pictures],
         }
-        for section, tables, noise_said in parts
+        for section, tables, footnote in parts
     ]
     (out / "index.html").write_text(page.render(sections=content, notes=NOTES), encoding="utf-8")
     return text
+
+
+def _compared(section: Section) -> str:
+    """What "the end" of a run is in the tables of claims and differences."""
+    if len({r.name for r in section.runs}) < 2:
+        return ""
+    key, runs = ended(section.runs)
+    if key == "val_last":
+        return "Methods are compared by each run's last validation. "
+    left_out = len(section.runs) - len(runs)
+    rest = f" ({left_out} without one left out)" if left_out else ""
+    return f"Methods are compared by the evaluation of each run's last checkpoint{rest}. "
 
 
 def _noise(section: Section) -> str:
@@ -113,7 +125,8 @@ def _evaluations(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, 
     rows = []
     for run in runs:
         found = run.record["evaluation"]
-        for kind, row in {"all": found["success"], **found["task_types"]}.items():
+        kinds = found["task_types"] if len(found["task_types"]) > 1 else {}
+        for kind, row in {"all": found["success"], **kinds}.items():
             low, high = row["wilson"]
             interval = f"{row['mean']:.1%} [{low:.1%}, {high:.1%}]"
             rows.append((run.name, str(run.seed), kind, interval, str(row["episodes"]), str(row["tasks"])))
