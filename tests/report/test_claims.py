@@ -31,7 +31,7 @@ def make_run(method, seed, val, estimator="bpo", seconds=10.0, norms=(1.0, 2.0, 
     record = {"environment": "world", "model": "small", "method": method, "seed": seed, "estimator": estimator}
     if evaluated is not None:
         row = {"mean": evaluated, "wilson": [0, 1], "bootstrap": [0, 1], "episodes": 10, "tasks": 5}
-        record["evaluation"] = {"success": row, "task_types": {"pick": row}}
+        record["evaluation"] = {"success": row, "task_types": {"pick": row, "look": row}}
     return load_run(method, Log(path=method, frame=frame, record=record))
 
 
