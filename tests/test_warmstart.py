@@ -146,6 +146,29 @@ def test_games_that_their_expert_loses_teach_nothing():
         ws.record_walkthroughs(BadExpert(), ["blue-0"])
 
 
+def test_a_game_played_again_has_detours_of_its_own():
+    class Waiting(Buttons):
+        def save_state(self):
+            return self.pressed
+
+        def load_state(self, state):
+            self.pressed = state
+
+    recorded = ws.record_walkthroughs(Waiting(), TASKS[:4], detours=0.5, max_turns=4, repeats=8)
+    assert [w.observations[0].text for w in recorded] == [f"Press {c}." for c in COLOURS[:4] for _ in range(8)]
+    for i in range(4):
+        ways = {tuple(w.actions) for w in recorded[8 * i : 8 * i + 8]}
+        assert len(ways) > 1 and {len(way) for way in ways} <= {2, 3, 4}
+    with pytest.raises(ValueError, match=r"--detour-actions=\( is no regular expression"):
+        ws.WarmstartOptions(detour_actions="(")
+    searched = ws.record_walkthroughs(
+        Waiting(), TASKS[:4], detours=0.5, max_turns=4, repeats=8, detour_actions="pull|stay"
+    )
+    assert {tuple(w.actions) for w in searched} == {
+        (f"press {c}", "pull") for c in COLOURS[:4]
+    }  # to pull ends the game
+
+
 def test_an_epoch_of_batches_holds_every_lesson_once_in_an_order_set_by_the_seed():
     lessons = [ws.Lesson([0] * (i % 7 + 1), [True]) for i in range(20)]
 
@@ -257,6 +280,9 @@ def test_same_seed_makes_the_same_policy_and_another_seed_another(made, tmp_path
 
 def test_a_finished_warm_start_is_not_made_again(made):
     before = (made / "model.safetensors").stat().st_mtime_ns
+    record = json.loads((made / ws.RECORD).read_text())
+    del record["options"]["repeats"]  # as if made before there was such an option
+    (made / ws.RECORD).write_text(json.dumps(record))
     ws.warmstart(QUICK, made)
     assert (made / "model.safetensors").stat().st_mtime_ns == before
 

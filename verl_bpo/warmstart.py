@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -72,6 +73,10 @@ class WarmstartOptions:
     detours: float = 0.0
     """Share of the taught actions that are detours: chosen at random among the admissible ones, kept only when the rest
     of the walkthrough still wins. They make a policy that knows the world's language but wastes turns."""
+    detour_actions: str = ""
+    """Regular expression of actions that may be detours, such as ``(go|open) `` for a search. Empty: any."""
+    repeats: int = 1
+    """How often each train game is played, every time with detours of its own."""
     max_turns: int = 12
     max_action_tokens: int = 16
     seed: int = 0
@@ -80,7 +85,17 @@ class WarmstartOptions:
     depend on it in their last digits."""
 
     def __post_init__(self) -> None:
-        for key in ("layers", "heads", "steps", "batch_size", "held_out", "check_every", "max_turns", "threads"):
+        for key in (
+            "layers",
+            "heads",
+            "steps",
+            "batch_size",
+            "held_out",
+            "check_every",
+            "repeats",
+            "max_turns",
+            "threads",
+        ):
             if getattr(self, key) < 1:
                 raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must be at least 1")
         if self.hidden_size % (2 * self.heads):
@@ -89,6 +104,10 @@ class WarmstartOptions:
             raise ValueError(f"--until-success={self.until_success} must lie in [0, 1]")
         if not 0 <= self.detours < 1:
             raise ValueError(f"--detours={self.detours} must lie in [0, 1)")
+        try:
+            re.compile(self.detour_actions)
+        except re.error as error:
+            raise ValueError(f"--detour-actions={self.detour_actions} is no regular expression: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,13 @@ class Measurement:
 
 
 def record_walkthroughs(
-    environment: Environment, tasks: Sequence[str], detours: float = 0.0, max_turns: int = 1000, seed: int = 0
+    environment: Environment,
+    tasks: Sequence[str],
+    detours: float = 0.0,
+    max_turns: int = 1000,
+    seed: int = 0,
+    repeats: int = 1,
+    detour_actions: str = "",
 ) -> list[Walkthrough]:
     """Play each task's expert actions; a task that they don't win is left out.
 
@@ -136,13 +161,18 @@ def record_walkthroughs(
         detours: expected share of actions that are harmless detours.
         max_turns: no detours are added beyond this length.
         seed: of the detours.
+        repeats: walkthroughs of each task, which differ in their detours.
+        detour_actions: regular expression that matches the beginning of what may be a detour.
 
     Raises:
         ValueError: they win none, or detours are asked for where the environment lists no admissible actions.
     """
     rng = random.Random(seed)
     walkthroughs = []
-    for task in tqdm(tasks, desc="walkthroughs", unit="game", leave=False):
+    played = [
+        task for task in tasks for _ in range(repeats)
+    ]  # one after the other, while the environment has the game at hand
+    for task in tqdm(played, desc="walkthroughs", unit="game", leave=False):
         observation = environment.reset(task)
         observations, actions, plan = [observation], [], list(environment.expert_actions() or ())
         if detours and observation.actions is None:
@@ -150,7 +180,8 @@ def record_walkthroughs(
         while plan and not observations[-1].done:
             action = None
             if rng.random() < detours and len(actions) + len(plan) < max_turns:
-                action = _detour(environment, plan, observations[-1].actions or (), rng)
+                possible = [a for a in observations[-1].actions or () if re.match(detour_actions, a)]
+                action = _detour(environment, plan, possible, rng)
             actions.append(plan.pop(0) if action is None else action)
             observations.append(environment.step(actions[-1]))
         if _is_won(observations[-1], sum(o.reward for o in observations)):
@@ -452,7 +483,13 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
         if options.base != "tiny":
             model, tokenizer = load_base(options.base)
         walkthroughs = record_walkthroughs(
-            environments[0], lesson_tasks, options.detours, options.max_turns, options.seed
+            environments[0],
+            lesson_tasks,
+            options.detours,
+            options.max_turns,
+            options.seed,
+            options.repeats,
+            options.detour_actions,
         )
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
@@ -504,10 +541,12 @@ def _is_done(out: Path, made_from: dict[str, Any], overwrite: bool) -> bool:
     if not record.is_file():
         raise ValueError(f"{out} exists and is no warm start: give another --out")
     found = json.loads(record.read_text())
+    # An option that came later had its default's effect.
+    found["options"] = {**json.loads(json.dumps(asdict(WarmstartOptions()))), **found.get("options", {})}
     if all(found.get(key) == value for key, value in made_from.items()):
         return True
     if not overwrite:
-        changed = [k for k, v in made_from["options"].items() if found.get("options", {}).get(k) != v] or ["the games"]
+        changed = [k for k, v in made_from["options"].items() if found["options"].get(k) != v] or ["the games"]
         raise ValueError(f"{out} was made otherwise ({', '.join(changed)} differ): give another --out, or --overwrite")
     return False
 

@@ -51,7 +51,7 @@ class Study:
     models: dict[str, dict[str, Any]]
     """``quickstart``: options of ``verl-bpo warmstart``. ``recipes``: the ends of the scripts' names."""
     methods: dict[str, dict[str, Any]]
-    """``overrides`` of ``verl-bpo train``, ``seeds`` in place of the study's, and, for ``recipes``, the ``recipe``'s folder."""
+    """``overrides`` of ``verl-bpo train``, ``seeds`` in place of the study's and, for ``recipes``, ``recipe``'s folder."""
     env_steps: int | None = None
     """At which a run ends. Null: where its config says."""
     eval_episodes: int = 0
@@ -71,7 +71,9 @@ class Study:
                 raise ValueError(f"methods.{name}: recipe goes with launcher=recipes, and with no other")
         for name, games in self.environments.items():
             if "env" in games and set(games) != {"env", "train", "valid"}:
-                raise ValueError(f"environments.{name}: with env go train and valid, the numbers of tasks, and nothing else")
+                raise ValueError(
+                    f"environments.{name}: with env go train and valid, the numbers of tasks, and nothing else"
+                )
         names = [slug(m) for m in self.methods]
         if len(set(names)) < len(names):
             raise ValueError("methods: two names make the same folder")

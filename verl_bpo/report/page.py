@@ -15,8 +15,8 @@ from verl_bpo.report.compare import Run, ended
 PAIRS = 15
 """Most pairs of methods on the page; ``differences.csv`` has all."""
 NOTES = (
-    "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both have; in "
-    "brackets the 95% interval of their mean. Of many pairs one in twenty has p < 0.05 by chance alone. "
+    "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both "
+    "have; in brackets the 95% interval of their mean. Of many pairs one in twenty has p < 0.05 by chance alone. "
     "Numbers beside the papers' are of other models and scales: they show whether an effect is there, not its size."
 )
 
