@@ -37,7 +37,7 @@ def _make_games(arguments: argparse.Namespace) -> int:
         from verl_bpo.envs.make_alfworld import make_alfworld_games
 
         counts = {"train": arguments.train, "valid_seen": arguments.valid, "valid_unseen": arguments.valid}
-        make_alfworld_games(arguments.out, counts, seed=arguments.seed)
+        make_alfworld_games(arguments.out, counts, seed=arguments.seed, level=arguments.level)
         print(f"{arguments.out}: generated games, not ALFWorld's own; play them with ALFWORLD_DATA={arguments.out}")
         return 0
     if arguments.kind == "repair":
@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         choices=(0, 1, 2, 3, 4),
-        help="difficulty (default 1); textworld, and repair to 3",
+        help="difficulty (default 1); repair to 3, alfworld 0 (few things a room) and 1",
     )
     games.add_argument("--seed", type=int, default=0)
 

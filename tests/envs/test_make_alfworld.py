@@ -15,7 +15,7 @@ from alfworld.gen import constants
 
 from verl_bpo.data import read_record, write_prompts
 from verl_bpo.envs.alfworld import TASK_TYPES, AlfworldEnvironment
-from verl_bpo.envs.make_alfworld import KINDS, make_alfworld_games
+from verl_bpo.envs.make_alfworld import FEW_RECEPTACLES, KINDS, make_alfworld_games
 
 COUNTS = {"train": 18, "valid_seen": 6, "valid_unseen": 6}
 
@@ -46,6 +46,21 @@ def test_the_stored_walkthrough_wins_command_by_command(games):
             types.add(first.info["task_type"])
     environment.close()
     assert types <= set(TASK_TYPES)
+
+
+def test_sparse_rooms_hold_what_their_tasks_need(tmp_path):
+    folder = make_alfworld_games(tmp_path, {"train": 24}, seed=3, progress=False, level=0)
+    environment = AlfworldEnvironment()
+    for task in AlfworldEnvironment.tasks("train", root=folder):
+        observation = environment.reset(task)
+        assert sum(action.startswith("go to ") for action in observation.actions) <= FEW_RECEPTACLES
+        actions = environment.expert_actions()
+        assert [environment.step(action).reward for action in actions][-1] == 1.0
+    environment.close()
+    with pytest.raises(ValueError, match="level=2: ALFWorld-format games have 0"):
+        make_alfworld_games(tmp_path / "other", {"train": 1}, progress=False, level=2)
+    with pytest.raises(ValueError):  # made otherwise
+        make_alfworld_games(folder, {"train": 24}, seed=3, progress=False)
 
 
 def test_unseen_rooms_are_apart_from_train_rooms(games):

@@ -56,6 +56,8 @@ LAMPS = ("DeskLamp", "FloorLamp")
 LAMP_STANDS = ("Desk", "SideTable", "Dresser", "Shelf", "CoffeeTable", "DiningTable", "CounterTop")
 COUNTS = {"StoveBurner": 4, "HandTowelHolder": 2}
 """How many of a receptacle there are where the package tells only that there are some; 1 of the others."""
+FEW_RECEPTACLES, FEW_THINGS = 7, 6
+"""Level 0: how many receptacles, and how many kinds of portable things, a room keeps."""
 _VERSION = 1
 
 _SLICED = "Sliced"
@@ -85,7 +87,11 @@ class _Room:
 
 
 def make_alfworld_games(
-    out_dir: str | Path, counts: Mapping[str, int] | None = None, seed: int = 0, progress: bool = True
+    out_dir: str | Path,
+    counts: Mapping[str, int] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    level: int = 1,
 ) -> Path:
     """Write ``<out_dir>/json_2.1.1/<split>/<task>/<trial>/game.tw-pddl``, so that ``out_dir`` serves as ``$ALFWORLD_DATA``.
 
@@ -93,12 +99,14 @@ def make_alfworld_games(
 
     Args:
         counts: games of each of ALFWorld's splits; default 120 train, 24 valid_seen and 24 valid_unseen.
+        level: 1 furnishes a room as the package does. 0 keeps :data:`FEW_RECEPTACLES` pieces and :data:`FEW_THINGS` kinds of
+            things of it, for policies that are too small for whole rooms.
 
     Returns:
         ``out_dir``.
 
     Raises:
-        ValueError: an unknown split, a count below 1, or ``out_dir`` holds games made with other arguments.
+        ValueError: an unknown split or level, a count below 1, or ``out_dir`` holds games made with other arguments.
     """
     counts = dict(counts or {"train": 120, "valid_seen": 24, "valid_unseen": 24})
     for split in counts:
@@ -106,8 +114,12 @@ def make_alfworld_games(
             raise ValueError(f"ALFWorld has no split {split!r}; it has {', '.join(SPLITS)}")
     if not counts or min(counts.values()) < 1:
         raise ValueError(f"counts={counts}: each split needs at least one game")
+    if level not in (0, 1):
+        raise ValueError(f"level={level}: ALFWorld-format games have 0 (few things a room) and 1 (whole rooms)")
     folder = Path(out_dir).expanduser()
     options = {"kind": "alfworld", "version": _VERSION, "counts": counts, "seed": seed}
+    if level == 0:
+        options["level"] = level
     made = open_folder(folder, options, "json_2.1.1/*/*/*/game.tw-pddl")
     if made is not None:
         return folder
@@ -116,7 +128,9 @@ def make_alfworld_games(
     with tqdm(total=sum(counts.values()), desc="making games", unit="game", disable=not progress) as bar:
         for split, count in counts.items():
             for number in range(count):
-                game = _new_game(Random(f"{seed}/{split}/{number}"), split, KINDS[number % len(KINDS)], seen)
+                game = _new_game(
+                    Random(f"{seed}/{split}/{number}"), split, KINDS[number % len(KINDS)], seen, level == 0
+                )
                 place = folder / "json_2.1.1" / split / game.name / f"trial_{GENERATED}_{seed}_{number:05d}"
                 place.mkdir(parents=True, exist_ok=True)
                 text = game.text(seed)
@@ -128,12 +142,12 @@ def make_alfworld_games(
     return folder
 
 
-def _new_game(random: Random, split: str, kind: str, seen: set[str]) -> _Game:
+def _new_game(random: Random, split: str, kind: str, seen: set[str], sparse: bool = False) -> _Game:
     """A game whose problem isn't in ``seen``, to which it is added."""
     rooms = [room for room in _rooms(ROOMS[split]) if _tasks(room, kind)]
     for _ in range(100):
         room = random.choice(rooms)
-        game = _Game(random, room, kind, *random.choice(_tasks(room, kind)))
+        game = _Game(random, room, kind, *random.choice(_tasks(room, kind)), sparse)
         if game.problem not in seen:
             seen.add(game.problem)
             return game
@@ -187,9 +201,15 @@ def _tasks(room: _Room, kind: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Game:
-    """One game. All draws are made here, in a fixed order."""
+    """One game. All draws are made here, in a fixed order.
 
-    def __init__(self, random: Random, room: _Room, kind: str, thing: str, target: str) -> None:
+    Args:
+        thing: type of what the task is about.
+        target: type of the receptacle, or of the lamp, that it is about.
+        sparse: keep only some of the room's furniture and things.
+    """
+
+    def __init__(self, random: Random, room: _Room, kind: str, thing: str, target: str, sparse: bool = False) -> None:
         self.room, self.kind, self.thing, self.target = room, kind, thing, target
         self.holders: dict[str, str] = {}
         """Receptacle to its type."""
@@ -202,7 +222,11 @@ class _Game:
         self.spots = random.sample(room.spots, len(room.spots))
         self.start = self.spots.pop()
         self._furnish(random)
-        self._lay_out(random)
+        contents = room.things
+        if sparse:
+            self._clear_out(random)
+            contents = self._few_things(random)
+        self._lay_out(random, contents)
         self.template = random.choice(gdict[kind]["templates"])
         self.names = self._names()
         self.walkthrough = self._walkthrough(random)
@@ -235,9 +259,31 @@ class _Game:
                 where[identity], self.at[identity] = kind, location
                 return identity
 
-    def _lay_out(self, random: Random) -> None:
+    def _clear_out(self, random: Random) -> None:
+        """Keep the furniture that the task can't do without, and other pieces up to :data:`FEW_RECEPTACLES`."""
+        looks = self.kind == "look_at_obj_in_light"
+        needed = [lambda holder: holder in LAMP_STANDS if looks else holder == self.target]
+        if self.kind in TOOLS:
+            needed.append(lambda holder: holder == TOOLS[self.kind][1])
+        needed.append(lambda holder: self.thing in _FITS[holder] and holder != self.target)
+        kept: list[str] = []
+        for fits in needed:
+            if not any(fits(self.holders[identity]) for identity in kept):
+                kept.append(random.choice([identity for identity, holder in self.holders.items() if fits(holder)]))
+        others = [identity for identity in self.holders if identity not in kept]
+        kept += random.sample(others, min(len(others), FEW_RECEPTACLES - len(kept)))
+        self.holders = {identity: kind for identity, kind in self.holders.items() if identity in kept}
+        self.at = {identity: location for identity, location in self.at.items() if identity in kept}
+
+    def _few_things(self, random: Random) -> list[str]:
+        """Types of what lies in the room: the task's, others up to :data:`FEW_THINGS`, and the lamp if the task is about one."""
+        others = [kind for kind in self.room.things if kind in _PORTABLE and kind != self.thing]
+        few = {self.thing, *random.sample(others, min(len(others), FEW_THINGS - 1))}
+        return [kind for kind in self.room.things if kind in few or kind == self.target in LAMPS]
+
+    def _lay_out(self, random: Random, contents: Sequence[str]) -> None:
         """Put things into receptacles that can hold them; those of the task's type not where they belong."""
-        for kind in self.room.things:
+        for kind in contents:
             if kind in _PORTABLE:
                 count = random.randint(1, constants.MAX_NUM_OF_OBJ_INSTANCES)
                 if kind == self.thing and self.kind == "pick_two_obj_and_place":
