@@ -276,7 +276,7 @@ class _Game:
         self.at = {identity: location for identity, location in self.at.items() if identity in kept}
 
     def _few_things(self, random: Random) -> list[str]:
-        """Types of what lies in the room: the task's, others up to :data:`FEW_THINGS`, and the lamp if the task is about one."""
+        """Types of what lies in the room: the task's, others up to :data:`FEW_THINGS`, and a lamp that the task is about."""
         others = [kind for kind in self.room.things if kind in _PORTABLE and kind != self.thing]
         few = {self.thing, *random.sample(others, min(len(others), FEW_THINGS - 1))}
         return [kind for kind in self.room.things if kind in few or kind == self.target in LAMPS]
