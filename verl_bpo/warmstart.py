@@ -75,6 +75,9 @@ class WarmstartOptions:
     of the walkthrough still wins. They make a policy that knows the world's language but wastes turns."""
     detour_actions: str = ""
     """Regular expression of actions that may be detours, such as ``(go|open) `` for a search. Empty: any."""
+    mistakes: float = 0.0
+    """Share of turns before which an action of another game is played that isn't learned: most do nothing here. The policy
+    learns to go on from its own slips, which walkthroughs never show (noise injection, Laskey et al., arXiv 1703.09327)."""
     repeats: int = 1
     """How often each train game is played, every time with detours of its own."""
     max_turns: int = 12
@@ -102,8 +105,9 @@ class WarmstartOptions:
             raise ValueError(f"--hidden-size={self.hidden_size} must be a multiple of twice --heads={self.heads}")
         if not 0 <= self.until_success <= 1:
             raise ValueError(f"--until-success={self.until_success} must lie in [0, 1]")
-        if not 0 <= self.detours < 1:
-            raise ValueError(f"--detours={self.detours} must lie in [0, 1)")
+        for key in ("detours", "mistakes"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"--{key}={getattr(self, key)} must lie in [0, 1)")
         try:
             re.compile(self.detour_actions)
         except re.error as error:
@@ -116,6 +120,8 @@ class Walkthrough:
 
     observations: list[Observation]
     actions: list[str]
+    learned: list[bool]
+    """Per action: False for a mistake, which is only seen."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,7 @@ def record_walkthroughs(
     seed: int = 0,
     repeats: int = 1,
     detour_actions: str = "",
+    mistakes: float = 0.0,
 ) -> list[Walkthrough]:
     """Play each task's expert actions; a task that they don't win is left out.
 
@@ -163,29 +170,38 @@ def record_walkthroughs(
         seed: of the detours.
         repeats: walkthroughs of each task, which differ in their detours.
         detour_actions: regular expression that matches the beginning of what may be a detour.
+        mistakes: expected share of turns before which an action of an earlier task is played; like detours, harmless ones.
 
     Raises:
         ValueError: they win none, or detours are asked for where the environment lists no admissible actions.
     """
     rng = random.Random(seed)
     walkthroughs = []
+    elsewhere: list[str] = []  # actions of other tasks
     played = [
         task for task in tasks for _ in range(repeats)
     ]  # one after the other, while the environment has the game at hand
     for task in tqdm(played, desc="walkthroughs", unit="game", leave=False):
         observation = environment.reset(task)
-        observations, actions, plan = [observation], [], list(environment.expert_actions() or ())
+        observations, actions, learned, plan = [observation], [], [], list(environment.expert_actions() or ())
         if detours and observation.actions is None:
             raise ValueError(f"{type(environment).__name__} lists no actions to make --detours of")
         while plan and not observations[-1].done:
-            action = None
-            if rng.random() < detours and len(actions) + len(plan) < max_turns:
+            action, learn = None, True
+            room = len(actions) + len(plan) < max_turns
+            if rng.random() < detours and room:
                 possible = [a for a in observations[-1].actions or () if re.match(detour_actions, a)]
                 action = _detour(environment, plan, possible, rng)
+            if mistakes and action is None and room and rng.random() < mistakes:
+                possible = rng.sample(elsewhere, min(3, len(elsewhere)))
+                action, learn = _detour(environment, plan, possible, rng), False
+            learned.append(action is None or learn)
             actions.append(plan.pop(0) if action is None else action)
             observations.append(environment.step(actions[-1]))
         if _is_won(observations[-1], sum(o.reward for o in observations)):
-            walkthroughs.append(Walkthrough(observations[:-1], actions))
+            walkthroughs.append(Walkthrough(observations[:-1], actions, learned))
+        if mistakes:
+            elsewhere += dict.fromkeys(actions)
     if not walkthroughs:
         raise ValueError(f"none of {len(tasks)} tasks of {type(environment).__name__} is won by its expert actions")
     return walkthroughs
@@ -213,9 +229,9 @@ def write_lessons(prompter: Prompter, walkthrough: Walkthrough) -> list[Lesson]:
     lessons, mask = [], [False] * len(conversation.ids)
     for turn, action in enumerate(walkthrough.actions):
         action_ids = prompter.action_ids(action)
-        mask += [True] * len(action_ids)
+        mask += [walkthrough.learned[turn]] * len(action_ids)
         last = turn + 1 == len(walkthrough.actions)
-        if last or prompter.windowed:
+        if (last or prompter.windowed) and any(mask):
             lessons.append(Lesson([*conversation.ids, *action_ids], mask))
         if not last:
             conversation = prompter.observe(conversation, action_ids, walkthrough.observations[turn + 1], action)
@@ -490,6 +506,7 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
             options.seed,
             options.repeats,
             options.detour_actions,
+            options.mistakes,
         )
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
