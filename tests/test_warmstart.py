@@ -169,6 +169,30 @@ def test_a_game_played_again_has_detours_of_its_own():
     }  # to pull ends the game
 
 
+def test_mistakes_are_seen_but_not_learned(tokenizer):
+    prompter = Prompter(tokenizer, PROMPT)
+
+    class Waiting(Buttons):
+        def save_state(self):
+            return self.pressed
+
+        def load_state(self, state):
+            self.pressed = state
+
+    recorded = ws.record_walkthroughs(Waiting(), TASKS[:4], mistakes=0.9, max_turns=5, repeats=4)
+    slips = 0
+    for walkthrough in recorded:
+        learned = [a for a, learn in zip(walkthrough.actions, walkthrough.learned) if learn]
+        assert learned == [f"press {walkthrough.observations[0].text[6:-1]}", "pull"]
+        slips += len(walkthrough.actions) - len(learned)
+        (lesson,) = ws.write_lessons(prompter, walkthrough)
+        taught = [token for token, learn in zip(lesson.ids, lesson.mask) if learn]
+        assert taught == [token for action in learned for token in prompter.action_ids(action)]
+        for action in walkthrough.actions:
+            assert action in prompter.tokenizer.decode(lesson.ids)
+    assert slips > len(recorded) / 2
+
+
 def test_an_epoch_of_batches_holds_every_lesson_once_in_an_order_set_by_the_seed():
     lessons = [ws.Lesson([0] * (i % 7 + 1), [True]) for i in range(20)]
 
