@@ -10,13 +10,13 @@ from scipy import stats
 
 from verl_bpo.report.claims import claims, difference, differences, noise, updates_to
 from verl_bpo.report.cli import name_comparison
-from verl_bpo.report.compare import load_run
+from verl_bpo.report.compare import load_run, markdown, table
 from verl_bpo.report.logs import Log
 
 SUCCESS = "val-core/textworld/success/mean@1"
 
 
-def make_run(method, seed, val, estimator="bpo", seconds=10.0, norms=(1.0, 2.0, 3.0), evaluated=None):
+def make_run(method, seed, val, estimator="bpo", seconds=10.0, norms=(1.0, 2.0, 3.0), evaluated=None, reward=None):
     """Three logged steps of two updates each."""
     frame = pd.DataFrame(
         {
@@ -32,6 +32,7 @@ def make_run(method, seed, val, estimator="bpo", seconds=10.0, norms=(1.0, 2.0, 
     if evaluated is not None:
         row = {"mean": evaluated, "wilson": [0, 1], "bootstrap": [0, 1], "episodes": 10, "tasks": 5}
         record["evaluation"] = {"success": row, "task_types": {"pick": row, "look": row}}
+        record["evaluation"]["reward"] = evaluated if reward is None else reward
     return load_run(method, Log(path=method, frame=frame, record=record))
 
 
@@ -72,6 +73,20 @@ def test_every_pair_of_methods_is_listed_with_the_better_one_first():
     assert list(zip(found["method"], found["less"])) == [("GRPO", "BPO"), ("GRPO", "RLOO"), ("BPO", "RLOO")]
     assert found["mean"].tolist() == pytest.approx([12.5, 32.5, 20])
     assert differences(runs[:2]).empty
+
+
+def test_a_graded_reward_is_compared_beside_success():
+    ends = {"BPO": [(0.5, 0.7), (0.4, 0.8)], "GRPO": [(0.4, 0.5), (0.4, 0.4)]}
+    runs = [
+        make_run(name, s, [0, 0, 0], evaluated=success, reward=reward)
+        for name, values in ends.items()
+        for s, (success, reward) in enumerate(values)
+    ]
+    assert differences(runs)["mean"].tolist() == pytest.approx([5])
+    assert differences(runs, reward=True)["mean"].tolist() == pytest.approx([30])
+    assert "| reward, evaluated |" in markdown(table(runs))
+    same = [make_run(r.name, r.seed, [0, 0, 0], evaluated=0.5) for r in runs]
+    assert differences(same, reward=True).empty and "reward, evaluated" not in markdown(table(same))
 
 
 def test_runs_of_bpo_alone_have_nothing_to_be_compared_with():

@@ -68,10 +68,17 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str) -> Differen
     return Difference(mean, spread, mean - half, mean + half, p_value, seeds)
 
 
-def differences(runs: Sequence[Run]) -> pd.DataFrame:
+def differences(runs: Sequence[Run], reward: bool = False) -> pd.DataFrame:
     """Every method less every other, best mean first: ``method``, ``less``, ``seeds`` and the numbers of
-    :class:`Difference`, in points."""
+    :class:`Difference`, in points.
+
+    Args:
+        reward: of the evaluations' mean reward in place of success. Empty where runs have none, or where the two are one.
+    """
     key, runs = ended(runs)
+    if reward:
+        graded = [r for r in runs if abs(r.totals["evaluated_reward"] - r.totals["evaluated"]) > 1e-9]  # False for NaN
+        key, runs = "evaluated_reward", runs if graded else []
     groups = _by_name(runs)
     names = sorted(groups, key=lambda n: -np.mean([r.totals[key] for r in groups[n]]))
     rows = []

@@ -93,11 +93,12 @@ def _tables(section: Section) -> list[tuple[str, str]]:
         tables.append(
             ("The papers' claims", _markdown(("claim", "paper", "here", "seeds", "the paper's setting"), rows))
         )
-    pairs = differences(section.runs)
-    if len(tested := pairs.dropna(subset="p_value")):
-        shown = tested.sort_values("p_value", kind="stable").head(PAIRS)
-        title = f"Differences at the end, the least likely by chance first: {len(shown)} of {len(pairs)} pairs"
-        tables.append((title, _markdown(*_differences(shown))))
+    for of, reward in (("Differences", False), ("Differences of the mean reward", True)):
+        pairs = differences(section.runs, reward)
+        if len(tested := pairs.dropna(subset="p_value")):
+            shown = tested.sort_values("p_value", kind="stable").head(PAIRS)
+            title = f"{of} at the end, the least likely by chance first: {len(shown)} of {len(pairs)} pairs"
+            tables.append((title, _markdown(*_differences(shown))))
     evaluated = [r for r in section.runs if "evaluation" in r.record]
     if evaluated:
         tables.append(("Evaluation of the last checkpoints", _markdown(*_evaluations(evaluated))))
@@ -118,7 +119,7 @@ def _differences(pairs: pd.DataFrame) -> tuple[tuple[str, ...], list[tuple[str, 
         )
         for row in pairs.itertuples()
     ]
-    return ("success in points", "mean ± sd", "95% of the mean", "p (t test)", "seeds"), rows
+    return ("in points", "mean ± sd", "95% of the mean", "p (t test)", "seeds"), rows
 
 
 def _evaluations(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
