@@ -35,7 +35,7 @@ from benchmarks.paper.study import GAME_KINDS, Run, Study, read_study, slug  # n
 
 STUDIES = Path(__file__).parent / "studies"
 QUICK = ("methods", "ablations")
-ALL = (*QUICK, "long")
+ALL = (*QUICK, "long", "alfworld_small")
 SPLITS = {"alfworld": ("train", "valid_seen"), "webshop": ("train", "test")}
 """Of the environments whose tasks to train on and to hold out aren't called train and valid."""
 COMMAND = [sys.executable, "-m", "verl_bpo.cli"]
