@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 from verl_bpo.sandbox.base import Observation
 
+_PLACEHOLDER = re.compile(r"<[^<>]+>")
 # Stands for an assistant message while the template's text around it is looked up. Any template keeps a plain word.
 _ACTION_MARK = "verlBpoActionGoesHere"
 _ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
@@ -188,8 +189,9 @@ class Prompter:
         """The action in the model's text, and whether it is valid.
 
         Valid means: it has the form that ``template`` asks for and, where the environment lists its admissible actions,
-        is one of them (letter case and spacing aside; the environment's own spelling is returned). An invalid action
-        goes to the world all the same, which answers it: without the right form, the whole text, trimmed.
+        is one of them (letter case and spacing aside; the environment's own spelling is returned) or fills in the
+        placeholder of one, as ``search[<query>]``. An invalid action goes to the world all the same, which answers it:
+        without the right form, the whole text, trimmed.
         """
         if self.config.template == "bare":
             action = next(iter(text.strip().splitlines()), "").strip()
@@ -202,7 +204,9 @@ class Prompter:
             return action, True
         key = _normal(action)
         match = next((known for known in admissible if _normal(known) == key), None)
-        return (action, False) if match is None else (match, True)
+        if match is not None:
+            return match, True
+        return action, any(_fills_in(key, _normal(known)) for known in admissible)
 
     def user_text(self, observation: Observation) -> str:
         """The user message for an observation."""
@@ -247,6 +251,12 @@ class Prompter:
     def _defuse(self, text: str) -> str:
         """Break up special tokens that the world wrote, which could otherwise end its message and forge others."""
         return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
+
+
+def _fills_in(action: str, known: str) -> bool:
+    """Whether ``action`` is ``known`` with some text in place of each placeholder, such as ``<query>``."""
+    parts = _PLACEHOLDER.split(known)
+    return len(parts) > 1 and re.fullmatch(".*\\S.*".join(map(re.escape, parts)), action) is not None
 
 
 def _normal(action: str) -> str:

@@ -50,7 +50,8 @@ class Observation:
     terminated: bool = False
     truncated: bool = False
     actions: tuple[str, ...] | None = None
-    """Admissible actions in this state, or None when the environment doesn't list them."""
+    """Admissible actions in this state, or None when the environment doesn't list them. A word in angle brackets, as in
+    ``search[<query>]``, stands for any text."""
     info: dict[str, Any] = field(default_factory=dict)
     """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist."""
 
