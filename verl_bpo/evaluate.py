@@ -261,7 +261,7 @@ def _episode(tree: Tree, index: int, number: int) -> Episode:
     return Episode(
         task=index,
         episode=number,
-        success=bool(info.get("won", reward > 0)),
+        success=tree.won(trajectory),
         reward=reward,
         turns=len(tree.nodes),
         tokens=sum(len(node.action_ids) for node in tree.nodes),

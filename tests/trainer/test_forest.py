@@ -79,3 +79,12 @@ def test_entropy_at_branch_points_is_told_from_the_rest():
     metrics = tree_metrics(build_batch({"a_0": record(t)}, {"a_0": "a"}))
     assert (metrics["tree/entropy_at_branch"], metrics["tree/entropy_elsewhere"]) == (2.0, 1.0)
     assert (metrics["tree/leaves"], metrics["tree/success"], metrics["tree/depth"]) == (2.0, 0.5, 2.0)
+
+
+def test_success_is_what_the_environment_calls_so_whatever_the_reward():
+    t = tree([0.4], [1.0, 0.0])
+    for trajectory, won in zip(t.trajectories, (False, True, False)):
+        trajectory.info["won"] = won
+    metrics = tree_metrics(build_batch({"a_0": record(t)}, {"a_0": "a"}))
+    assert metrics["tree/success"] == pytest.approx(1 / 3)
+    assert metrics["tree/return"] == pytest.approx(1.4 / 3)

@@ -168,7 +168,7 @@ class TreeAgentLoop(AgentLoopBase):
                         "min_global_steps": versions[0],
                         "max_global_steps": versions[-1],
                         "reward_extra_info": {
-                            "success": float(bool(info.get("won", reward > 0))),
+                            "success": float(usable and tree.won(trajectory)),
                             "turns": float(row.num_turns),
                             **({"task_type": str(info["task_type"])} if "task_type" in info else {}),
                         },

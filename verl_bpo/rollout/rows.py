@@ -81,7 +81,7 @@ def _turn_row(tree: Tree, index: int, node_id: int, turns: int) -> Row:
 def topology(tree: Tree) -> dict[str, Any]:
     """What the estimators need of a tree, as plain lists: the fields that travel with its first row.
 
-    ``parent``, ``trajectory``, ``exchangeable``, ``reward``: one entry per turn; ``leaf_return``, ``usable``: one per
+    ``parent``, ``trajectory``, ``exchangeable``, ``reward``: one entry per turn; ``leaf_return``, ``usable``, ``won``: one per
     trajectory. ``score`` is the entropy signal of each turn's state, ``state_value`` what the rollout engine's value
     readout said of it; None where there is none.
     """
@@ -99,6 +99,7 @@ def topology(tree: Tree) -> dict[str, Any]:
         "state_value": [n.state_value for n in tree.nodes],
         "leaf_return": [tree.trajectory_return(t) if u else 0.0 for t, u in zip(tree.trajectories, usable)],
         "usable": usable,
+        "won": [u and tree.won(t) for t, u in zip(tree.trajectories, usable)],
         "truncated": [t.end == "truncated" for t in tree.trajectories],
         "depth": [tree.depth(t.leaf) if u else 0 for t, u in zip(tree.trajectories, usable)],
     }

@@ -16,12 +16,13 @@ class TreeBatch:
 
     ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``state_value``, NaN where
     there is none, and ``reward``) or L a
-    trajectory (``truncated``, ``depth``); ``offset`` maps a session to the shift of its turn ids. ``asked_scores`` are
+    trajectory (``truncated``, ``won``, ``depth``); ``offset`` maps a session to the shift of its turn ids. ``asked_scores`` are
     those of the decision points that an online selector was asked about.
     """
 
     turns: Forest
     truncated: torch.Tensor
+    won: torch.Tensor
     depth: torch.Tensor
     score: torch.Tensor
     state_value: torch.Tensor
@@ -42,7 +43,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         prompts: per session the id of its prompt.
     """
     turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "state_value", "reward")}
-    leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "depth")}
+    leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "won", "depth")}
     prompt, offset, sizes, counters, failures, asked = [], {}, [], [], [], []
     numbers: dict[str, int] = {}
     for session, record in sessions.items():
@@ -73,6 +74,7 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
             exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
         ),
         truncated=torch.tensor(leaves["truncated"], dtype=boolean),
+        won=torch.tensor(leaves["won"], dtype=boolean),
         depth=torch.tensor(leaves["depth"], dtype=integer),
         score=torch.tensor(turns["score"], dtype=real),
         state_value=torch.tensor(turns["state_value"], dtype=real),

@@ -132,6 +132,10 @@ class Tree:
         """Sum of rewards from the initial state to the trajectory's leaf."""
         return sum(self.nodes[i].reward for i in self.path(trajectory.leaf))
 
+    def won(self, trajectory: Trajectory) -> bool:
+        """Whether the environment says that the task was done; where it doesn't say, whether the return is above 0."""
+        return bool(trajectory.info.get("won", self.trajectory_return(trajectory) > 0))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON. Inverse of :meth:`from_dict`."""
         return asdict(self)
