@@ -15,9 +15,8 @@ class TreeBatch:
     """All trees of a batch, concatenated; ids shifted to be global.
 
     ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``state_value``, NaN where
-    there is none, and ``reward``) or L a
-    trajectory (``truncated``, ``won``, ``depth``); ``offset`` maps a session to the shift of its turn ids. ``asked_scores`` are
-    those of the decision points that an online selector was asked about.
+    there is none, and ``reward``) or L a trajectory (``truncated``, ``won``, ``depth``); ``offset`` maps a session to the
+    shift of its turn ids. ``asked_scores`` are those of the decision points that an online selector was asked about.
     """
 
     turns: Forest
