@@ -74,7 +74,8 @@ def provenance() -> dict[str, Any]:
 def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) -> tuple[Path, Path]:
     """Games, prompt files and warm start of a ``quickstart`` run, where they aren't there yet: (their folder, the policy)."""
     root = out / "data" / slug(run.environment)
-    model = root / f"{slug(run.model)}-{run.seed}"
+    policy = {"seed": run.seed} | policy  # a seed of the study's own means one warm start for all runs
+    model = root / f"{slug(run.model)}-{policy['seed']}"
     name = world(games)
     made = name in GAME_KINDS
     if not (root / "valid.parquet").exists():
@@ -85,7 +86,7 @@ def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) 
             _must("make-data", name, root / f"{file}.parquet", "--split", split, *words)
     if not model.exists():
         words = ["--data", root / "games"] if made else []
-        _must("warmstart", "--env", name, "--out", model, "--seed", run.seed, *words, *_options(policy))
+        _must("warmstart", "--env", name, "--out", model, *words, *_options(policy))
     return root, model
 
 

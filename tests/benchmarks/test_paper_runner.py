@@ -71,6 +71,53 @@ def test_a_folder_of_other_arguments_is_not_mixed_into(trainer):
         runner.execute(one_run(), trainer / "run", ["a=3", "b=2"], None)
 
 
+@pytest.mark.parametrize(
+    "games, policy, model, commands",
+    [
+        (
+            {"level": 0, "train": 9, "valid": 3},
+            {"hidden_size": 64},
+            "m-3",
+            [
+                "make-games ROOT/games --level 0 --train 9 --valid 3",
+                "make-data textworld ROOT/train.parquet --split train --root ROOT/games",
+                "make-data textworld ROOT/valid.parquet --split valid --root ROOT/games",
+                "warmstart --env textworld --out ROOT/m-3 --data ROOT/games --seed 3 --hidden-size 64",
+            ],
+        ),
+        (
+            {"kind": "alfworld", "train": 9, "valid": 3},
+            {"seed": 0, "list_actions": False},
+            "m-0",
+            [
+                "make-games ROOT/games --kind alfworld --train 9 --valid 3",
+                "make-data alfworld ROOT/train.parquet --split train --root ROOT/games",
+                "make-data alfworld ROOT/valid.parquet --split valid_seen --root ROOT/games",
+                "warmstart --env alfworld --out ROOT/m-0 --data ROOT/games --seed 0 --no-list-actions",
+            ],
+        ),
+        (
+            {"env": "webshop", "train": 9, "valid": 3},
+            {},
+            "m-3",
+            [
+                "make-data webshop ROOT/train.parquet --split train --panel 9",
+                "make-data webshop ROOT/valid.parquet --split test --panel 3",
+                "warmstart --env webshop --out ROOT/m-3 --seed 3",
+            ],
+        ),
+    ],
+)
+def test_games_prompt_files_and_warm_start_are_made_as_a_study_says(
+    games, policy, model, commands, tmp_path, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(runner, "_must", lambda *words: said.append(" ".join(map(str, words))))
+    root, found = runner.prepare(one_run(), games, policy, tmp_path)
+    assert (root, found) == (tmp_path / "data/world", tmp_path / "data/world" / model)
+    assert [s.replace(str(root), "ROOT") for s in said] == commands
+
+
 def test_arguments_resume_from_checkpoints_and_end_at_the_matched_steps(tmp_path):
     found = runner.training_arguments(one_run(), tmp_path / "run", (tmp_path / "data", tmp_path / "policy"))
     for word in (
