@@ -2,7 +2,9 @@
 
 Trains one policy for a few steps with each method, one after the other in one run: 64 episodes and one update a step for
 all. Means are over all steps but the first; memory is the peak resident size of the trainer's worker (actor and, for PPO,
-critic) and of the rollout engine. Needs the quickstart's games (recipes/quickstart/run.sh makes them).
+critic) and of the rollout engine. An environment step is what methods are matched by; forks start in the middle, so that BPO's
+64 episodes take fewer of them. ``grpo64`` has a world for each episode, where the others have eight. Needs
+the quickstart's games (recipes/quickstart/run.sh makes them).
 
     python benchmarks/step_profile.py --root runs/quickstart --model runs/quickstart/warmstart-0 --steps 6
 
@@ -29,6 +31,7 @@ SINGLE = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_si
 RUNS = {
     "bpo": ["algorithm.adv_estimator=bpo", "bpo.preset=guided"],
     "grpo": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"],
+    "grpo64": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "bpo.env.workers=64"],
     "sapo": ["algorithm.adv_estimator=sapo", *SINGLE],
     "ppo": ["algorithm.adv_estimator=gae", *SINGLE],
 }
@@ -82,7 +85,9 @@ def profile(steps: list[dict]) -> dict[str, float]:
         key: steps[-1][f"compute/{key}"] for key in ("cached_tokens", "prefill_tokens", "generated_tokens", "env_steps")
     }
     cached = spent["cached_tokens"] / max(spent["cached_tokens"] + spent["prefill_tokens"], 1)
-    return {**mean, **spent, "cached_share": cached}
+    taken = steps[-1]["compute/env_steps"] - (steps[0]["compute/env_steps"] if len(steps) > 1 else 0)
+    seconds = sum(s["timing_s/step"] for s in warm)
+    return {**mean, "ms_per_env_step": 1000 * seconds / taken, **spent, "cached_share": cached}
 
 
 def main() -> None:
