@@ -49,6 +49,14 @@ class BadExpert(Buttons):
         return ["press red", "pull"] if self.colour == "blue" else super().expert_actions()
 
 
+class Undoable(Buttons):
+    def save_state(self):
+        return self.pressed
+
+    def load_state(self, state):
+        self.pressed = state
+
+
 TASKS = Buttons.tasks()
 PROMPT = PromptConfig(template="bare", system="", list_actions=True)
 QUICK = ws.WarmstartOptions(
@@ -147,14 +155,7 @@ def test_games_that_their_expert_loses_teach_nothing():
 
 
 def test_a_game_played_again_has_detours_of_its_own():
-    class Waiting(Buttons):
-        def save_state(self):
-            return self.pressed
-
-        def load_state(self, state):
-            self.pressed = state
-
-    recorded = ws.record_walkthroughs(Waiting(), TASKS[:4], detours=0.5, max_turns=4, repeats=8)
+    recorded = ws.record_walkthroughs(Undoable(), TASKS[:4], detours=0.5, max_turns=4, repeats=8)
     assert [w.observations[0].text for w in recorded] == [f"Press {c}." for c in COLOURS[:4] for _ in range(8)]
     for i in range(4):
         ways = {tuple(w.actions) for w in recorded[8 * i : 8 * i + 8]}
@@ -162,7 +163,7 @@ def test_a_game_played_again_has_detours_of_its_own():
     with pytest.raises(ValueError, match=r"--detour-actions=\( is no regular expression"):
         ws.WarmstartOptions(detour_actions="(")
     searched = ws.record_walkthroughs(
-        Waiting(), TASKS[:4], detours=0.5, max_turns=4, repeats=8, detour_actions="pull|stay"
+        Undoable(), TASKS[:4], detours=0.5, max_turns=4, repeats=8, detour_actions="pull|stay"
     )
     assert {tuple(w.actions) for w in searched} == {
         (f"press {c}", "pull") for c in COLOURS[:4]
@@ -172,14 +173,7 @@ def test_a_game_played_again_has_detours_of_its_own():
 def test_mistakes_are_seen_but_not_learned(tokenizer):
     prompter = Prompter(tokenizer, PROMPT)
 
-    class Waiting(Buttons):
-        def save_state(self):
-            return self.pressed
-
-        def load_state(self, state):
-            self.pressed = state
-
-    recorded = ws.record_walkthroughs(Waiting(), TASKS[:4], mistakes=0.9, max_turns=5, repeats=4)
+    recorded = ws.record_walkthroughs(Undoable(), TASKS[:4], mistakes=0.9, max_turns=5, repeats=4)
     slips = 0
     for walkthrough in recorded:
         learned = [a for a, learn in zip(walkthrough.actions, walkthrough.learned) if learn]
