@@ -76,8 +76,8 @@ class WarmstartOptions:
     detour_actions: str = ""
     """Regular expression of actions that may be detours, such as ``(go|open) `` for a search. Empty: any."""
     mistakes: float = 0.0
-    """Share of turns before which an action of another game is played that isn't learned: most do nothing here. The policy
-    learns to go on from its own slips, which walkthroughs never show (noise injection, Laskey et al., arXiv 1703.09327)."""
+    """Share of turns before which an action of an earlier walkthrough is played that isn't learned: most do nothing here. So
+    the policy learns to go on from its own slips (noise injection, Laskey et al., arXiv 1703.09327)."""
     repeats: int = 1
     """How often each train game is played, every time with detours of its own."""
     max_turns: int = 12
@@ -170,38 +170,36 @@ def record_walkthroughs(
         seed: of the detours.
         repeats: walkthroughs of each task, which differ in their detours.
         detour_actions: regular expression that matches the beginning of what may be a detour.
-        mistakes: expected share of turns before which an action of an earlier task is played; like detours, harmless ones.
+        mistakes: expected share of turns before which an action of an earlier walkthrough is played, harmless like detours.
 
     Raises:
         ValueError: they win none, or detours are asked for where the environment lists no admissible actions.
     """
     rng = random.Random(seed)
     walkthroughs = []
-    elsewhere: list[str] = []  # actions of other tasks
-    played = [
-        task for task in tasks for _ in range(repeats)
-    ]  # one after the other, while the environment has the game at hand
+    known: list[str] = []  # actions of earlier walkthroughs, most of them of other tasks
+    # One after the other, while the environment has the game at hand.
+    played = [task for task in tasks for _ in range(repeats)]
     for task in tqdm(played, desc="walkthroughs", unit="game", leave=False):
         observation = environment.reset(task)
         observations, actions, learned, plan = [observation], [], [], list(environment.expert_actions() or ())
         if detours and observation.actions is None:
             raise ValueError(f"{type(environment).__name__} lists no actions to make --detours of")
         while plan and not observations[-1].done:
-            action, learn = None, True
+            action = slip = None
             room = len(actions) + len(plan) < max_turns
             if rng.random() < detours and room:
                 possible = [a for a in observations[-1].actions or () if re.match(detour_actions, a)]
                 action = _detour(environment, plan, possible, rng)
             if mistakes and action is None and room and rng.random() < mistakes:
-                possible = rng.sample(elsewhere, min(3, len(elsewhere)))
-                action, learn = _detour(environment, plan, possible, rng), False
-            learned.append(action is None or learn)
+                action = slip = _detour(environment, plan, rng.sample(known, min(3, len(known))), rng)
+            learned.append(slip is None)
             actions.append(plan.pop(0) if action is None else action)
             observations.append(environment.step(actions[-1]))
         if _is_won(observations[-1], sum(o.reward for o in observations)):
             walkthroughs.append(Walkthrough(observations[:-1], actions, learned))
         if mistakes:
-            elsewhere += dict.fromkeys(actions)
+            known += dict.fromkeys(actions)
     if not walkthroughs:
         raise ValueError(f"none of {len(tasks)} tasks of {type(environment).__name__} is won by its expert actions")
     return walkthroughs
@@ -501,12 +499,12 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
         walkthroughs = record_walkthroughs(
             environments[0],
             lesson_tasks,
-            options.detours,
-            options.max_turns,
-            options.seed,
-            options.repeats,
-            options.detour_actions,
-            options.mistakes,
+            detours=options.detours,
+            max_turns=options.max_turns,
+            seed=options.seed,
+            repeats=options.repeats,
+            detour_actions=options.detour_actions,
+            mistakes=options.mistakes,
         )
         if options.base == "tiny":
             tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)

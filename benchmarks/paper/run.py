@@ -1,6 +1,6 @@
 """The papers' comparisons by one command: starts, resumes and skips runs, and reports on them.
 
-    python benchmarks/paper/run.py                        # methods, ablations, longer episodes: overnight on two cores
+    python benchmarks/paper/run.py                        # all studies of small policies: overnight on two cores
     python benchmarks/paper/run.py --quick                # methods, and one ablation, in under 20 minutes
     python benchmarks/paper/run.py benchmarks/paper/studies/alfworld.yaml        # recipes, on a cluster
 
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from benchmarks.paper.study import GAME_KINDS, Run, Study, read_study, slug  # noqa: E402
+from benchmarks.paper.study import Run, Study, read_study, slug  # noqa: E402
 
 STUDIES = Path(__file__).parent / "studies"
 QUICK = ("methods", "ablations")
@@ -76,8 +76,8 @@ def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) 
     root = out / "data" / slug(run.environment)
     policy = {"seed": run.seed} | policy  # a seed of the study's own means one warm start for all runs
     model = root / f"{slug(run.model)}-{policy['seed']}"
-    name = world(games)
-    made = name in GAME_KINDS
+    made = "env" not in games
+    name = games.get("kind", "textworld") if made else games["env"]
     if not (root / "valid.parquet").exists():
         if made:
             _must("make-games", root / "games", *_options(games))
@@ -88,11 +88,6 @@ def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) 
         words = ["--data", root / "games"] if made else []
         _must("warmstart", "--env", name, "--out", model, *words, *_options(policy))
     return root, model
-
-
-def world(games: dict[str, Any]) -> str:
-    """Which environment (``bpo.env.name``) a ``quickstart`` study plays."""
-    return str(games.get("env") or games.get("kind", "textworld"))
 
 
 def _options(values: dict[str, Any]) -> list[str]:

@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-GAME_KINDS = ("textworld", "alfworld", "repair")
-"""What ``verl-bpo make-games`` makes."""
 LAUNCHERS = ("quickstart", "recipes")
 
 

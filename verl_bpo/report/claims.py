@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from verl_bpo.report.compare import Run, ended, mean_curve, shared
+from verl_bpo.report.compare import Run, ended, graded, mean_curve, shared
 
 BPO = "BPO (Branching Policy Optimization): WebShop, ALFWorld, SWE-bench Verified; Qwen2.5-7B, Llama-3.1-8B"
 SAPO = "SAPO (arXiv 2608.19842): ALFWorld and WebShop, Qwen2.5-1.5B and 7B, mean"
@@ -77,8 +77,7 @@ def differences(runs: Sequence[Run], reward: bool = False) -> pd.DataFrame:
     """
     key, runs = ended(runs)
     if reward:
-        graded = [r for r in runs if abs(r.totals["evaluated_reward"] - r.totals["evaluated"]) > 1e-9]  # False for NaN
-        key, runs = "evaluated_reward", runs if graded else []
+        key, runs = "evaluated_reward", runs if graded(pd.DataFrame([r.totals for r in runs])) else []
     groups = _by_name(runs)
     names = sorted(groups, key=lambda n: -np.mean([r.totals[key] for r in groups[n]]))
     rows = []

@@ -174,10 +174,14 @@ def table(runs: Sequence[Run]) -> pd.DataFrame:
     return out
 
 
+def graded(totals: pd.DataFrame) -> bool:
+    """Whether evaluations' rewards say more than their success. False where there are none."""
+    return bool((totals["evaluated_reward"] - totals["evaluated"]).abs().max() > 1e-9)
+
+
 def markdown(numbers: pd.DataFrame) -> str:
     """The table for people: ``mean ± spread`` where there are several seeds, ``–`` where nothing was logged."""
-    graded = (numbers["evaluated_reward"] - numbers["evaluated"]).abs().max() > 1e-9  # else it says the same twice
-    keys = [key for key in HEADINGS if graded or key != "evaluated_reward"]
+    keys = [key for key in HEADINGS if key != "evaluated_reward" or graded(numbers)]
     lines = ["| run | " + " | ".join(HEADINGS[key] for key in keys) + " |", "|---|" + "---:|" * len(keys)]
     for name, row in numbers.iterrows():
         cells = [str(int(row["seeds"]))]
@@ -370,7 +374,7 @@ def main(words: Sequence[str], out: str | Path, metric: str = "val") -> int:
         pictures = [out / f"curves{suffix}.png", out / f"ends{suffix}.png"]
         plot(own, pictures[0])
         plot_ends(own, pictures[1])
-        sections.append(Section(setting, own, markdown(numbers), pictures))
+        sections.append(Section(setting, own, markdown(numbers), pairs[-1], pictures))
     pd.concat(frames).to_csv(out / "comparison.csv")
     pd.concat(pairs).to_csv(out / "differences.csv", index=False)
     text = write_page(sections, out)

@@ -29,6 +29,8 @@ class Section:
     runs: Sequence[Run]
     table: str
     """Markdown."""
+    pairs: pd.DataFrame
+    """See :func:`verl_bpo.report.claims.differences`."""
     pictures: Sequence[Path]
     """The curves and the ends."""
 
@@ -93,8 +95,8 @@ def _tables(section: Section) -> list[tuple[str, str]]:
         tables.append(
             ("The papers' claims", _markdown(("claim", "paper", "here", "seeds", "the paper's setting"), rows))
         )
-    for of, reward in (("Differences", False), ("Differences of the mean reward", True)):
-        pairs = differences(section.runs, reward)
+    rewards = differences(section.runs, reward=True)
+    for of, pairs in (("Differences", section.pairs), ("Differences of the mean reward", rewards)):
         if len(tested := pairs.dropna(subset="p_value")):
             shown = tested.sort_values("p_value", kind="stable").head(PAIRS)
             title = f"{of} at the end, the least likely by chance first: {len(shown)} of {len(pairs)} pairs"

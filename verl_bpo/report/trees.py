@@ -230,7 +230,7 @@ def tree_payload(view: TreeView, roots: list[RootSibling], texts: Texts) -> dict
                 "parent": t.parent,
                 "end": t.end,
                 "return": _round(r),
-                "won": bool(t.info.get("won", False)),
+                "won": tree.won(t),
             }
             for t, r in zip(tree.trajectories, view.leaf_return)
         ],

@@ -134,7 +134,9 @@ class Tree:
 
     def won(self, trajectory: Trajectory) -> bool:
         """Whether the environment says that the task was done; where it doesn't say, whether the return is above 0."""
-        return bool(trajectory.info.get("won", self.trajectory_return(trajectory) > 0))
+        if "won" in trajectory.info:
+            return bool(trajectory.info["won"])
+        return self.trajectory_return(trajectory) > 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON. Inverse of :meth:`from_dict`."""
