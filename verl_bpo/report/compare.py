@@ -300,6 +300,7 @@ def plot_ends(runs: Sequence[Run], out: str | Path) -> None:
         axes.plot(rows["end"], rows["row"], lw=0.8, alpha=0.6, ms=6, **style)
         handles.append(Line2D([], [], lw=0.8, ms=6, label=f"seed {seed:.0f}", **style))
     axes.set_yticks(range(0, -len(mean), -1), mean.index)
+    axes.set_ylim(0.5 - len(mean), 0.5)
     axes.set_xlabel({"evaluated": "success of the last checkpoint, evaluated", "val_last": "last validation"}[key])
     if values["end"].between(0, 1).all():
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
