@@ -17,6 +17,7 @@ TEST_GOALS = 500
 """The first goals are held out for tests."""
 
 _ACTION = re.compile(r"(.+)\[(.+)\]")
+_PRICE_LIMIT = re.compile(r",? and price lower than .*")
 _SUB_PAGES = {name.lower(): name for name in pages.SUB_PAGES}
 
 
@@ -114,11 +115,16 @@ class WebshopEnvironment(Environment):
         self._enter(state)
 
     def expert_actions(self) -> list[str] | None:
-        """Search for the goal's title, open its product, choose its options, buy; None where that misses reward 1."""
+        """Search for what the instruction says, or where that doesn't bring the product on the first page, for its title;
+        open the product, choose its options, buy. None where that misses reward 1."""
         goal = self._catalogue.goals[self._state.goal]
         index = self._catalogue.index_of[goal.product.asin]
-        query = re.sub(r"[\[\]\n]", " ", goal.product.title.lower()).strip()
-        found = self._catalogue.search(query, self._state.seed)
+        told = _PRICE_LIMIT.sub("", goal.instruction_text).removeprefix("Find me ")
+        for text in (told, goal.product.title):
+            query = re.sub(r"[\[\]\n]", " ", text.lower()).strip()
+            found = self._catalogue.search(query, self._state.seed)
+            if index in found[: pages.RESULTS_PER_PAGE]:
+                break
         if index not in found:
             return None
         clicks = [pages.NEXT] * (found.index(index) // pages.RESULTS_PER_PAGE) + [goal.product.asin]
