@@ -408,7 +408,9 @@ class FastPddlEnv(PddlEnv):
         if planner is not None:
             self._pddl_state = None
             planner.cleanup()
-            if _IDLE_PLANNERS is not None:  # emptied already when textworld's __del__ comes here as the interpreter ends
+            if (
+                _IDLE_PLANNERS is not None
+            ):  # emptied already when textworld's __del__ comes here as the interpreter ends
                 _IDLE_PLANNERS.append(planner)
 
     def _derive(self, rule: str, mapping: Mapping[Placeholder, Variable]) -> str:
