@@ -134,16 +134,18 @@ def training_arguments(run: Run, folder: Path, start: tuple[Path, Path] | None) 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def execute(run: Run, folder: Path, arguments: list[str], data: Path | None) -> bool:
-    """Train, or go on training; then evaluate. Whether all of it came to its end.
+def execute(run: Run, out: Path, arguments: list[str], data: Path | None) -> bool:
+    """Train in the run's folder under ``out``, or go on training; then evaluate. Whether all of it came to its end.
 
     Raises:
         ValueError: the folder holds a run with other arguments, or verl would refuse these.
     """
+    folder = out / run.folder
     record_file = folder / "run.json"
     record = json.loads(record_file.read_text()) if record_file.exists() else None
-    if record and record["arguments"] != arguments:
-        differ = sorted(set(record["arguments"]) ^ set(arguments))
+    recorded = portable(arguments, out)
+    if record and record["arguments"] != recorded:
+        differ = sorted(set(record["arguments"]) ^ set(recorded))
         raise ValueError(
             f"{folder} was run with other arguments ({', '.join(differ[:4])}): remove it, or give another --out"
         )
@@ -154,7 +156,7 @@ def execute(run: Run, folder: Path, arguments: list[str], data: Path | None) -> 
         record = {
             **{k: getattr(run, k) for k in ("environment", "model", "method", "seed", "env_steps")},
             "estimator": config.algorithm.adv_estimator,
-            "arguments": arguments,
+            "arguments": recorded,
             "attempts": [],
             "done": False,
         }
@@ -178,6 +180,14 @@ def execute(run: Run, folder: Path, arguments: list[str], data: Path | None) -> 
         done = subprocess.run([*COMMAND, "eval", *map(str, words)], env=environment(), cwd=REPOSITORY)
         return done.returncode == 0
     return True
+
+
+def portable(arguments: list[str], out: Path) -> list[str]:
+    """Arguments as they are recorded: without the places of runs and checkout, so that both may be moved."""
+    places = ((str(out), "OUT"), (str(REPOSITORY), "REPOSITORY"))
+    for place, name in places:
+        arguments = [argument.replace(place, name) for argument in arguments]
+    return arguments
 
 
 def evaluated(folder: Path) -> int:
@@ -311,7 +321,7 @@ def main() -> int:
             start = None
             if run.launcher == "quickstart":
                 start = prepare(run, study.environments[run.environment], study.models[run.model], out)
-            done = execute(run, folder, training_arguments(run, folder, start), start and start[0])
+            done = execute(run, out, training_arguments(run, folder, start), start and start[0])
         except ValueError as error:
             raise SystemExit(str(error)) from None
         except KeyboardInterrupt:

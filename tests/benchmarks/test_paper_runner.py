@@ -44,31 +44,43 @@ def trainer(monkeypatch, tmp_path):
 
 
 def test_a_finished_run_is_recorded_and_skipped(trainer):
-    folder = trainer / "run"
-    assert runner.execute(one_run(), folder, ["a=1"], None)
+    folder = trainer / one_run().folder
+    assert runner.execute(one_run(), trainer, ["a=1"], None)
     record = json.loads((folder / "run.json").read_text())
     assert record["done"] and record["method"] == "BPO paper" and record["seed"] == 3 and record["estimator"] == "bpo"
     assert record["arguments"] == ["a=1"] and (folder / "config.yaml").exists()
     (attempt,) = record["attempts"]
     assert attempt["exit"] == 0 and len(attempt["commit"]) == 40 and attempt["versions"]["torch"]
-    assert runner.execute(one_run(), folder, ["a=1"], None)
+    assert runner.execute(one_run(), trainer, ["a=1"], None)
     assert len(list(folder.glob("metrics-*.jsonl"))) == 1
 
 
 def test_an_interrupted_run_goes_on_in_a_new_attempt_that_keeps_the_first_ones_log(trainer):
-    folder = trainer / "run"
+    folder = trainer / one_run().folder
     (trainer / "exit").write_text("1")
-    assert not runner.execute(one_run(), folder, ["a=1"], None)
+    assert not runner.execute(one_run(), trainer, ["a=1"], None)
     (trainer / "exit").write_text("0")
-    assert runner.execute(one_run(), folder, ["a=1"], None)
+    assert runner.execute(one_run(), trainer, ["a=1"], None)
     assert [a["exit"] for a in json.loads((folder / "run.json").read_text())["attempts"]] == [1, 0]
     assert sorted(f.name for f in folder.glob("metrics-*")) == ["metrics-1.jsonl", "metrics-2.jsonl"]
 
 
 def test_a_folder_of_other_arguments_is_not_mixed_into(trainer):
-    runner.execute(one_run(), trainer / "run", ["a=1", "b=2"], None)
+    runner.execute(one_run(), trainer, ["a=1", "b=2"], None)
     with pytest.raises(ValueError, match=r"other arguments \(a=1, a=3\): remove it"):
-        runner.execute(one_run(), trainer / "run", ["a=3", "b=2"], None)
+        runner.execute(one_run(), trainer, ["a=3", "b=2"], None)
+
+
+def test_runs_and_checkout_may_be_moved(trainer, monkeypatch):
+    def places(out):
+        return [f"model={out}/data/m", f"config={runner.REPOSITORY}/recipes"]
+
+    runner.execute(one_run(), trainer / "a", places(trainer / "a"), None)
+    (trainer / "a").rename(trainer / "b")
+    monkeypatch.setattr(runner, "REPOSITORY", trainer)
+    assert runner.execute(one_run(), trainer / "b", places(trainer / "b"), None)
+    record = json.loads((trainer / "b" / one_run().folder / "run.json").read_text())
+    assert record["arguments"] == ["model=OUT/data/m", "config=REPOSITORY/recipes"] and len(record["attempts"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +217,7 @@ def test_a_second_runner_in_one_folder_is_refused(tmp_path):
 
 
 def test_an_evaluation_is_extended_when_more_episodes_are_asked_for(tmp_path, monkeypatch):
-    folder, calls = tmp_path / "run", []
+    folder, calls = tmp_path / one_run().folder, []
     (folder / "eval").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"arguments": [], "done": True, "attempts": []}))
     monkeypatch.setattr(
@@ -213,6 +225,6 @@ def test_an_evaluation_is_extended_when_more_episodes_are_asked_for(tmp_path, mo
     )
     assert runner.evaluated(folder) == 0
     (folder / "eval/result.json").write_text(json.dumps({"success": {"episodes": 8, "tasks": 2}}))
-    assert runner.execute(one_run(eval_episodes=4), folder, [], tmp_path) and not calls
-    assert runner.execute(one_run(eval_episodes=6), folder, [], tmp_path)
+    assert runner.execute(one_run(eval_episodes=4), tmp_path, [], tmp_path) and not calls
+    assert runner.execute(one_run(eval_episodes=6), tmp_path, [], tmp_path)
     assert calls[0][calls[0].index("--episodes") + 1] == "6"
