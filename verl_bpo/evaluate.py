@@ -117,12 +117,15 @@ def weights_digest(folder: Path) -> str:
 
 def options_from(model: Path, overrides: Sequence[str], config_file: Path | None = None, **chosen: Any) -> EvalOptions:
     """Options from ``KEY=VALUE`` overrides of ``bpo.env.*``, ``bpo.prompt.*`` and ``data.max_*_length``. A warm start
-    brings the prompts that it was taught with; ``config_file``, a run's resolved config, brings all of these keys.
+    brings the prompts that it was taught with; ``config_file``, a run's resolved config, brings all of these keys. A
+    checkpoint that has its run's config with it needs none.
 
     Raises:
         ConfigError: an unknown key or a wrong value.
     """
     from omegaconf import OmegaConf
+
+    from verl_bpo.model.checkpoint import run_config
 
     given = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
     bpo, data = dict(given.pop("bpo", {})), given.pop("data", {})
@@ -137,6 +140,7 @@ def options_from(model: Path, overrides: Sequence[str], config_file: Path | None
         )
     record = model / "warmstart.json"
     base: dict[str, Any] = {"env": {}, "prompt": {}}
+    config_file = config_file or run_config(model)
     if config_file is not None:
         run = OmegaConf.load(config_file)
         base = {key: OmegaConf.to_container(run.bpo[key]) for key in base}
@@ -359,7 +363,11 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for episodes and result; an interrupted one goes on"
     )
-    parser.add_argument("--config", type=Path, help="resolved config of a training run, to evaluate under its settings")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="resolved config of a training run, to evaluate under its settings (default: the one in a checkpoint)",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the likeliest token at every step")
     how.add_argument("--temperature", type=float, default=1.0, help="sample (default 1.0)")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from verl_bpo.dry_run import dry_run
+from verl_bpo.evaluate import options_from
 from verl_bpo.rollout.rows import tree_rows
 from verl_bpo.tree.topology import Tree
 
@@ -95,6 +97,15 @@ LETTERS = (
     "bpo.branch.threshold=0.1",
     "bpo.budget.limit=6",
 )
+
+
+def test_a_checkpoint_brings_its_runs_settings(bpo_run, root):
+    folder = root / "checkpoints/bpo/global_step_2"
+    config = OmegaConf.load(folder / "config.yaml")
+    assert config.bpo.branch.threshold == 0.1 and config.data.val_files == f"{root}/letters-valid.parquet"
+    options = options_from(folder, [])
+    assert options.max_response_tokens == config.data.max_response_length != 4096
+    assert options.config.env.max_turns == config.bpo.env.max_turns == 4
 
 
 def test_bpo_trains_on_trees_and_the_engine_follows_every_update(bpo_run):

@@ -161,6 +161,22 @@ def test_a_runs_config_brings_its_settings_and_overrides_win(root, tmp_path):
     assert (found.config.env.max_turns, found.max_prompt_tokens, found.max_response_tokens) == (9, 99, 66)
 
 
+@pytest.mark.parametrize("where", ["checkpoints/global_step_3", "."])
+def test_a_checkpoint_brings_its_runs_settings(tmp_path, where):
+    actor = tmp_path / "checkpoints/global_step_3/actor"
+    actor.mkdir(parents=True)
+    (actor / "fsdp_config.json").write_text("{}")
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("3")
+    assert options_from(actor, []).config.env.max_turns != 7
+    bpo = {"env": {"max_turns": 7}, "prompt": {"template": "bare"}}
+    data = {"max_prompt_length": 99, "max_response_length": 77}
+    (tmp_path / where / "config.yaml").write_text(json.dumps({"bpo": bpo, "data": data}))
+    for model in (actor, actor.parent, tmp_path / "checkpoints"):
+        found = options_from(model, ["data.max_response_length=66"])
+        assert (found.config.env.max_turns, found.max_prompt_tokens, found.max_response_tokens) == (7, 99, 66)
+        assert found.config.prompt.template == "bare"
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+CONFIG_FILE = "config.yaml"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -31,6 +32,18 @@ def find_model(path: str | Path) -> Path:
     raise FileNotFoundError(
         f"{path} holds no model: give a Hugging Face folder, or a checkpoint of verl (global_step_N or the folder of them)"
     )
+
+
+def run_config(path: str | Path) -> Path | None:
+    """The resolved config of the run that a checkpoint is of: in ``global_step_N``, or beside the folder of all of them
+    (where benchmarks/paper/run.py has it). None where there is none, or no checkpoint."""
+    try:
+        folder = find_model(path)
+    except FileNotFoundError:
+        return None
+    step = next((f for f in folder.absolute().parents if f.name.startswith("global_step_")), None)
+    files = () if step is None else (step / CONFIG_FILE, step.parent.parent / CONFIG_FILE)
+    return next((file for file in files if file.is_file()), None)
 
 
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
 from verl_bpo.config.schema import RunError, build
+from verl_bpo.model.checkpoint import CONFIG_FILE
 from verl_bpo.model.packed_tree import place_rows
 from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT
@@ -381,6 +382,7 @@ class TreeTrainer(PPOTrainerSync):
         state = {"totals": dict(self.totals), "scores": list(self.memory.steps)}
         partial_file.write_text(json.dumps(state))
         os.replace(partial_file, folder / STATE_FILE)
+        OmegaConf.save(self.config, folder / CONFIG_FILE, resolve=True)  # verl-bpo eval goes by it
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
