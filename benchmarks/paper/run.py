@@ -144,7 +144,7 @@ def execute(run: Run, out: Path, arguments: list[str], data: Path | None) -> boo
     record_file = folder / "run.json"
     record = json.loads(record_file.read_text()) if record_file.exists() else None
     recorded = portable(arguments, out)
-    if record and record["arguments"] != recorded:
+    if record and portable(record["arguments"], out) != recorded:
         differ = sorted(set(record["arguments"]) ^ set(recorded))
         raise ValueError(
             f"{folder} was run with other arguments ({', '.join(differ[:4])}): remove it, or give another --out"

@@ -83,6 +83,14 @@ def test_runs_and_checkout_may_be_moved(trainer, monkeypatch):
     assert record["arguments"] == ["model=OUT/data/m", "config=REPOSITORY/recipes"] and len(record["attempts"]) == 1
 
 
+def test_a_record_with_places_in_it_is_known_where_they_are(trainer):
+    arguments = [f"model={trainer}/data/m", f"config={runner.REPOSITORY}/recipes"]
+    runner.execute(one_run(), trainer, arguments, None)
+    file = trainer / one_run().folder / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"arguments": arguments}))
+    assert runner.execute(one_run(), trainer, arguments, None) and len(json.loads(file.read_text())["attempts"]) == 1
+
+
 @pytest.mark.parametrize(
     "games, policy, model, commands",
     [
