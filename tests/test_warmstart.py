@@ -108,6 +108,20 @@ def test_models_vocabulary_is_exactly_the_tokenizers(tokenizer, model):
     assert max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
 
 
+def test_words_to_keep_whole_are_one_token_each_also_once_loaded(walkthroughs, tmp_path):
+    texts = [*ws._corpus(walkthroughs, PROMPT), "buy B07XYZ1234 (was B000000001) for $9.99"]
+    tokenizer = ws.make_tokenizer(texts, whole=r"B0[0-9A-Z]{8}|\$[0-9.]+")
+    ws.make_model(tokenizer, 32, 1, 2).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for made in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(made) == max(made.get_vocab().values()) + 1
+        for word in ("B07XYZ1234", "B000000001", "$9.99"):
+            assert len(made.encode(word, add_special_tokens=False)) == 1
+        for text in ("click[B07XYZ1234]", "a  B000000001.$9.99", "B09NEVER99 $1"):
+            ids = made.encode(text, add_special_tokens=False)
+            assert made.decode(ids) == made.decode(ids, skip_special_tokens=True) == text
+
+
 def test_special_tokens_are_one_token_each_and_end_a_turn(tokenizer):
     for token in (ws.END_OF_TEXT, ws.TURN_START, ws.TURN_END):
         assert len(tokenizer.encode(token, add_special_tokens=False)) == 1
@@ -160,6 +174,8 @@ def test_a_game_played_again_has_detours_of_its_own():
     for i in range(4):
         ways = {tuple(w.actions) for w in recorded[8 * i : 8 * i + 8]}
         assert len(ways) > 1 and {len(way) for way in ways} <= {2, 3, 4}
+    with pytest.raises(ValueError, match=r"--whole=a\* matches an empty text"):
+        dataclasses.replace(QUICK, whole="a*")
     with pytest.raises(ValueError, match=r"--detour-actions=\( is no regular expression"):
         ws.WarmstartOptions(detour_actions="(")
     searched = ws.record_walkthroughs(

@@ -53,6 +53,9 @@ class WarmstartOptions:
     prompt: PromptConfig = field(default_factory=lambda: PromptConfig(template="bare", system="", list_actions=True))
     vocab_size: int = 1024
     """``tiny``: most tokens in the vocabulary; it is smaller when the games' texts need less."""
+    whole: str = ""
+    """``tiny``: regular expression of what is one token wherever it stands in the games' texts, beyond ``vocab_size``: product
+    numbers, say, which a small policy copies in one step, but not letter by letter. Empty: nothing."""
     hidden_size: int = 128
     """``tiny``, like ``layers`` and ``heads``."""
     layers: int = 2
@@ -62,6 +65,8 @@ class WarmstartOptions:
     batch_size: int = 8
     """Walkthroughs a step."""
     learning_rate: float = 2e-3
+    decay: float = 1.0
+    """Share of ``learning_rate`` that is left at the last of ``steps``, on a straight line. 1: constant."""
     until_success: float = 0.25
     """Stop once this share of the held-out train games is won, sampling at temperature 1. 0: at the first measurement."""
     games: int = 0
@@ -103,15 +108,20 @@ class WarmstartOptions:
                 raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must be at least 1")
         if self.hidden_size % (2 * self.heads):
             raise ValueError(f"--hidden-size={self.hidden_size} must be a multiple of twice --heads={self.heads}")
-        if not 0 <= self.until_success <= 1:
-            raise ValueError(f"--until-success={self.until_success} must lie in [0, 1]")
+        for key in ("until_success", "decay"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"--{key.replace('_', '-')}={getattr(self, key)} must lie in [0, 1]")
         for key in ("detours", "mistakes"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"--{key}={getattr(self, key)} must lie in [0, 1)")
-        try:
-            re.compile(self.detour_actions)
-        except re.error as error:
-            raise ValueError(f"--detour-actions={self.detour_actions} is no regular expression: {error}") from None
+        for key in ("detour_actions", "whole"):
+            pattern, option = getattr(self, key), f"--{key.replace('_', '-')}"
+            try:
+                empty = re.compile(pattern).match("")
+            except re.error as error:
+                raise ValueError(f"{option}={pattern} is no regular expression: {error}") from None
+            if key == "whole" and pattern and empty:
+                raise ValueError(f"{option}={pattern} matches an empty text, which is no token")
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,7 @@ def record_walkthroughs(
 
 def _detour(environment: Environment, plan: Sequence[str], actions: Sequence[str], rng: random.Random) -> str | None:
     """A random action off the plan after which the plan still wins; None when a few tries find none."""
-    others = [action for action in actions if action != plan[0]]
+    others = [action for action in actions if action.lower() != plan[0].lower()]
     for action in rng.sample(others, min(3, len(others))):
         state = environment.save_state()
         rest = []
@@ -240,16 +250,22 @@ def write_lessons(prompter: Prompter, walkthrough: Walkthrough) -> list[Lesson]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
+def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024, whole: str = "") -> Any:
     """A byte-level BPE tokenizer learned from ``texts``: any text at all survives encoding and decoding.
+
+    Args:
+        whole: regular expression, of which every match in ``texts`` is one token, beyond ``vocab_size``.
 
     Returns:
         A Hugging Face tokenizer with ChatML special tokens and template, whose ``len`` is its vocabulary size (verl's
         vLLM masks logits beyond ``len(tokenizer)``, its actor doesn't, so the model's must be exactly that).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+    words = sorted({match[0] for text in texts for match in re.finditer(whole, text)}) if whole else []
+    if words:  # they take no part in learning the others
+        texts = [re.sub(whole, " ", text) for text in texts]
     tokenizer = Tokenizer(models.BPE())
     # Beside a Qwen2 model, transformers' AutoTokenizer reads a folder's tokenizer as Qwen2's own, which splits and normalises
     # texts its way whatever the file says. Otherwise rollouts would meet tokens that were never taught.
@@ -264,7 +280,7 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
@@ -272,6 +288,8 @@ def make_tokenizer(texts: Sequence[str], vocab_size: int = 1024) -> Any:
         chat_template=CHATML,
         clean_up_tokenization_spaces=False,
     )
+    made.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return made
 
 
 def make_model(tokenizer: Any, hidden_size: int, layers: int, heads: int) -> Any:
@@ -421,7 +439,8 @@ def teach(
     from verl_bpo.platform.generator import ContinuousBatcher
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    lost = (1 - options.decay) / options.steps  # a step
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1.0) * (1 - lost * step))
     source = batches(lessons, options.batch_size, random.Random(options.seed))
     batcher = ContinuousBatcher(model, seed=options.seed)
     losses: list[float] = []
@@ -507,7 +526,7 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
             mistakes=options.mistakes,
         )
         if options.base == "tiny":
-            tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size)
+            tokenizer = make_tokenizer(list(_corpus(walkthroughs, options.prompt)), options.vocab_size, options.whole)
             model = make_model(tokenizer, options.hidden_size, options.layers, options.heads)
         prompter = Prompter(tokenizer, options.prompt)
         lessons = [lesson for walkthrough in walkthroughs for lesson in write_lessons(prompter, walkthrough)]

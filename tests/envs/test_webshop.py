@@ -107,7 +107,7 @@ def test_top_50_agrees_with_the_original_lucene_index(benchmark_data, real_shop)
 def test_expert_wins_most_real_goals(real_shop):
     environment = WebshopEnvironment(real_shop)
     tasks = environment.tasks("test", data_dir=real_shop)[:40]
-    won = told = 0
+    won = 0
     for task in tasks:
         instruction = environment.reset(task).text.lower()
         actions = environment.expert_actions()
@@ -115,8 +115,8 @@ def test_expert_wins_most_real_goals(real_shop):
             observation = play(environment, *actions)
             assert observation.reward == 1.0 and observation.info["won"]
             won += 1
-            told += actions[0].removeprefix("search[").removesuffix("]") in instruction
-    assert won >= 0.8 * len(tasks) and 0.8 * won <= told < won  # the others by their titles
+            assert actions[0].removeprefix("search[").removesuffix("]") in instruction  # it knows no more than an agent
+    assert won >= 0.8 * len(tasks)
 
 
 @pytest.mark.data

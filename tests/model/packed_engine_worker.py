@@ -40,7 +40,8 @@ def build(folder: Path, vendor: str, checkpointing: bool, precision: str = "fp32
 
 
 def batch(budget: int) -> TensorDict:
-    """Four trees in mixed order, each with forks of forks, and a padding row without any mask."""
+    """Four trees in mixed order, each with forks of forks, and a padding row without any mask. A third of what follows a prompt
+    is what the world said."""
     rng = random.Random(dist.get_rank())
     run = lambda n: [rng.randrange(50) for _ in range(n)]  # noqa: E731
     rows = []
@@ -55,7 +56,7 @@ def batch(budget: int) -> TensorDict:
     rows.append(([0] * 8, 4))
     ids = [torch.tensor(r) for r, _ in rows]
     jagged = lambda xs: torch.nested.as_nested_tensor(xs, layout=torch.jagged)  # noqa: E731
-    masks = [(torch.arange(len(x)) >= n).long() for x, (_, n) in zip(ids, rows)]
+    masks = [((torch.arange(len(x)) >= n) & (torch.arange(len(x)) // 3 % 3 > 0)).long() for x, (_, n) in zip(ids, rows)]
     masks[-1] = torch.zeros_like(masks[-1])
     data = TensorDict(
         {
@@ -85,10 +86,12 @@ def loss_function(model_output, data, dp_group=None):
 def result(engine, budget: int) -> dict:
     engine.module.train()
     engine.optimizer_zero_grad()
-    out = engine.forward_backward_batch(batch(budget), loss_function, forward_only=False)
+    data = batch(budget)
+    out = engine.forward_backward_batch(data, loss_function, forward_only=False)
     grads = {n: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad) for n, p in
              engine.module.named_parameters() if p.requires_grad}  # fmt: skip
-    rows = {k: [x[:-1] for x in out["model_output"][k].unbind()] for k in ("log_probs", "entropy")}
+    seen = [mask[1:] for mask in data["loss_mask"].unbind()]
+    rows = {k: [x[:-1] * m for x, m in zip(out["model_output"][k].unbind(), seen)] for k in ("log_probs", "entropy")}
     return {
         "engine": type(engine).__name__, "loss": sum(out["loss"]), "micro_batches": len(out["loss"]),
         "metrics": out["metrics"], "grads": {n: g.clone() for n, g in grads.items()},

@@ -39,6 +39,7 @@ from verl_bpo.model.packed_tree import (
     plan_micro_batches,
     row_outputs,
     tree_outputs,
+    wanted_logits,
 )
 from verl_bpo.model.packed_tree.chunks import cut_tree
 
@@ -383,9 +384,59 @@ def test_numbers_read_inside_the_model_come_back_where_they_were_asked_for():
     logits = packed_forward(model, tree).logits[0]
     theirs = result(found[0], row_outputs(*tree_outputs(logits, tree), tree).log_probs)
     theirs = [x.clone() for x in theirs]
-    out = frugal_outputs(model, tree, chunks=5, reads=HiddenReads(positions, begin, lambda: found[0]))
-    for a, b in zip(result(out.reads, out.log_probs), theirs, strict=True):
+    reads = HiddenReads(positions, begin, lambda: found[0])
+    for wanted in (None, torch.arange(tree.unique_tokens)):
+        out = frugal_outputs(model, tree, chunks=5, reads=reads, wanted=wanted)
+        for a, b in zip(result(out.reads, out.log_probs), theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    few = torch.unique(torch.cat([*positions, torch.arange(0, tree.unique_tokens, 3)]))
+    out = frugal_outputs(model, tree, chunks=5, reads=reads, wanted=few)
+    for a, b in zip(out.reads, theirs):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_of_what_is_learned_alone_give_the_same_there(seed, chunks):
+    """Most tokens aren't learned, some of several rows in one of them only, and many chunks hold none. 0: in one piece."""
+    rows, model = make_rows(seed), make_model()
+    learned = torch.rand(sum(map(len, rows)), generator=torch.Generator().manual_seed(seed)) < 0.2
+    before = torch.cat([F.pad(part[1:], (0, 1)) for part in learned.split([len(row) for row in rows])])
+    tree = pack_rows(rows)
+    wanted = wanted_logits(tree, learned)
+    assert wanted.tolist() == sorted(set(tree.row_index[before].tolist()))
+    computed = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
+
+    def compute(model, rows, temperature):
+        if chunks:
+            count = min(chunks, tree.unique_tokens)
+            out = frugal_outputs(model, tree, temperature, entropy=True, chunks=count, wanted=wanted)
+        else:
+            logits = packed_forward(model, tree, wanted=wanted).logits[0]
+            out = row_outputs(*tree_outputs(logits, tree, temperature, entropy=True, wanted=wanted), tree)
+        assert sum(computed) == len(wanted)
+        return out.log_probs * before, out.entropy * before
+
+    def rows_alone(model, rows, temperature):
+        return tuple(x * before for x in reference(model, rows, temperature))
+
+    assert_same(evaluate(model, rows, compute), evaluate(model, rows, rows_alone), 1e-12)
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+def test_nothing_learned_gives_zeros_and_no_gradient(chunks):
+    rows, model = make_rows(0), make_model()
+    tree = pack_rows(rows)
+    wanted = wanted_logits(tree, torch.zeros(tree.total_tokens, dtype=torch.bool))
+    if chunks:
+        out = frugal_outputs(model, tree, entropy=True, chunks=chunks, wanted=wanted)
+    else:
+        logits = packed_forward(model, tree, wanted=wanted).logits[0]
+        out = row_outputs(*tree_outputs(logits, tree, entropy=True, wanted=wanted), tree)
+    (out.log_probs.sum() + out.entropy.sum()).backward()
+    assert not out.log_probs.any() and not out.entropy.any()
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_a_second_backward_says_that_it_is_one_too_many():
@@ -436,7 +487,8 @@ def test_chunks_describe_the_tree(seed, count):
         for q in range(c.stop - c.start):
             flex = [k for k in range(len(keys)) if k <= len(c.past) + q and q < c.subtree_end[k]]
             assert [keys[k] for k in flex] == paths[c.start + q]
-        assert [parent[t] - c.start for t in c.targets.tolist()] == c.sources.tolist()
+        assert c.wanted.tolist() == list(range(c.start, c.stop))
+        assert [parent[t] for t in c.targets.tolist()] == c.wanted[c.sources].tolist()
 
 
 def test_more_chunks_than_tokens_are_refused():

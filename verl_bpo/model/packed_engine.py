@@ -2,12 +2,14 @@
 
 Chosen by ``bpo.packed_tree.enable=true``, which reaches the workers as ``VERL_ENGINE_VENDOR=packed_tree``: verl's engine
 registry then takes it for language models and for actors with a value readout, and verl's own engines for all others.
-Losses see what they always see, values on the original rows. A tree beyond the token budget is cut between branches, or
-computed in chunks of tokens (``bpo.packed_tree.frugal``).
+Losses see what they always see, values on the original rows; where their mask hides them, log-probs and entropies are 0, and
+no logits are computed. A tree beyond the token budget is cut between branches, or computed in chunks of tokens
+(``bpo.packed_tree.frugal``).
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Iterator
@@ -37,6 +39,7 @@ from verl_bpo.model.packed_tree import (
     plan_micro_batches,
     row_outputs,
     tree_outputs,
+    wanted_logits,
 )
 from verl_bpo.model.packed_tree.attention import attach
 from verl_bpo.model.packed_tree.forward import model_inputs
@@ -67,14 +70,18 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         refuse_unsupported(model_config, engine_config)
         self.backend = os.environ.get(BACKEND, "auto")
         self.frugal = os.environ.get(FRUGAL, "auto")
+        self._picks_logits = True
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._tree: PackedTree | None = None
+        self._wanted: torch.Tensor | None = None
+        """Packed tokens of the micro-batch whose logits are computed; None: all."""
         self._last_micro_batch = True
         self._pack_seconds = 0.0
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         attach(base)  # before sharding, so that an unsupported model stops here
+        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         if self.frugal != "false" and not self.engine_config.forward_only and has_dropout(base):
             if self.frugal == "true":
                 raise PackedTreeUnsupported(
@@ -102,7 +109,9 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         if not torch.equal(micro_batch["position_ids"].values(), tree.to_rows(tree.position_ids)):
             raise PackedTreeUnsupported("packed trees need rows whose position ids count from 0")
         self._tree = tree
-        return model_inputs(tree, self.backend), {}
+        learned = _learned(micro_batch) if self._picks_logits else None
+        self._wanted = None if learned is None else wanted_logits(tree, learned)
+        return model_inputs(tree, self.backend, wanted=self._wanted), {}
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, *args: Any, **kw: Any
@@ -115,7 +124,8 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         return result
 
     def _row_outputs(self, logits: torch.Tensor, micro_batch: TensorDict) -> RowOutputs:
-        return row_outputs(*tree_outputs(logits, self._tree, **_wanted(micro_batch)), self._tree)
+        outputs = tree_outputs(logits, self._tree, wanted=self._wanted, **_asked(micro_batch))
+        return row_outputs(*outputs, self._tree)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         chunks = tu.get_non_tensor_data(data=micro_batch, key=_CHUNKS, default=1)
@@ -134,7 +144,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
             ranks = self.get_data_parallel_size()
             totals = Metric.from_dict({k: v * ranks for k, v in found.items()}, AggregationType.SUM)
             output["metrics"] = {**output["metrics"], **totals}
-        self._tree = None
+        self._tree = self._wanted = None
         return loss, output
 
     def _chunked_step(self, micro_batch: TensorDict, loss_function: Any, chunks: int) -> Any:
@@ -146,7 +156,8 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
             outputs = frugal_outputs(
                 self.module,
                 self._tree,
-                **_wanted(micro_batch),
+                **_asked(micro_batch),
+                wanted=self._wanted,
                 chunks=chunks,
                 backend=self.backend,
                 reads=self._reads(),
@@ -196,7 +207,13 @@ class PackedReadoutEngine(ValueReadoutEngine, PackedTreeEngine):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         if self.readout is not None:
             at, index = self.readout.positions, self._tree.row_index
-            self.readout.begin(ReadPositions(index[at.state], index[at.action], self._tree.unique_tokens))
+            state, action = self._read_at = index[at.state], index[at.action]
+            count = self._tree.unique_tokens
+            if self._wanted is not None:  # the readout sees the hidden states that logits are computed of
+                self._wanted = inputs["logits_to_keep"] = torch.unique(torch.cat([self._wanted, state, action]))
+                state, action = torch.searchsorted(self._wanted, state), torch.searchsorted(self._wanted, action)
+                count = len(self._wanted)
+            self.readout.begin(ReadPositions(state, action, count))
         return inputs, output_args
 
     def _reads(self) -> HiddenReads | None:
@@ -207,8 +224,7 @@ class PackedReadoutEngine(ValueReadoutEngine, PackedTreeEngine):
             values = self.readout.end()
             return values.state, values.action
 
-        at = self.readout.positions
-        return HiddenReads((at.state, at.action), lambda at, n: self.readout.begin(ReadPositions(*at, n)), end)
+        return HiddenReads(self._read_at, lambda at, n: self.readout.begin(ReadPositions(*at, n)), end)
 
     def prepare_model_outputs(
         self, output: Any, output_args: dict, micro_batch: TensorDict, *args: Any, **kw: Any
@@ -257,7 +273,18 @@ def _tree_keys(data: TensorDict) -> list[Any]:
     return [tuple(prompt.tolist()) for prompt in data["prompts"].unbind()]
 
 
-def _wanted(micro_batch: TensorDict) -> dict[str, Any]:
+def _learned(micro_batch: TensorDict) -> torch.Tensor | None:
+    """(T,) bool on row tokens: what a loss can see, all of it at its row's end. None where the rows don't say."""
+    mask = micro_batch.get("loss_mask", None)
+    if mask is None or not mask.is_nested:
+        return None
+    bounds, own = micro_batch["input_ids"].offsets(), mask.offsets()
+    seen = mask.values().bool()
+    at = torch.arange(len(seen), device=seen.device) + (bounds[1:] - own[1:]).repeat_interleave(own.diff())
+    return seen.new_zeros(int(bounds[-1])).index_put((at,), seen)
+
+
+def _asked(micro_batch: TensorDict) -> dict[str, Any]:
     return {
         "temperature": _one_temperature(micro_batch["temperature"]),
         "entropy": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),

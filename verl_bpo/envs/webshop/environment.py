@@ -115,16 +115,13 @@ class WebshopEnvironment(Environment):
         self._enter(state)
 
     def expert_actions(self) -> list[str] | None:
-        """Search for what the instruction says, or where that doesn't bring the product on the first page, for its title;
-        open the product, choose its options, buy. None where that misses reward 1."""
+        """Search for what the instruction says, turn pages to the product, open it, choose its options, buy: each as the
+        page spells it. None where that misses reward 1."""
         goal = self._catalogue.goals[self._state.goal]
-        index = self._catalogue.index_of[goal.product.asin]
         told = _PRICE_LIMIT.sub("", goal.instruction_text).removeprefix("Find me ")
-        for text in (told, goal.product.title):
-            query = re.sub(r"[\[\]\n]", " ", text.lower()).strip()
-            found = self._catalogue.search(query, self._state.seed)
-            if index in found[: pages.RESULTS_PER_PAGE]:
-                break
+        query = re.sub(r"[\[\]\n]", " ", told.lower()).strip()
+        found = self._catalogue.search(query, self._state.seed)
+        index = self._catalogue.index_of[goal.product.asin]
         if index not in found:
             return None
         clicks = [pages.NEXT] * (found.index(index) // pages.RESULTS_PER_PAGE) + [goal.product.asin]
@@ -136,7 +133,7 @@ class WebshopEnvironment(Environment):
                     options[name] = value
                     break
         clicks += [*options.values(), pages.BUY]
-        actions = [f"search[{query}]", *(f"click[{text.lower()}]" for text in clicks)]
+        actions = [f"search[{query}]", *(f"click[{text}]" for text in clicks)]
         # Tried out, since a goal may be out of reach: options may share a value, or one may read like a button.
         before = self._state
         self._enter(State(before.goal, before.seed))

@@ -7,7 +7,7 @@ log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees
 
 from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, check_layers, choose_backend
 from verl_bpo.model.packed_tree.batching import MicroBatch, place_rows, plan_micro_batches
-from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs
+from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs, wanted_logits
 from verl_bpo.model.packed_tree.frugal import HiddenReads, frugal_outputs, has_dropout
 from verl_bpo.model.packed_tree.trie import PackedTree, pack_rows, sort_rows
 
@@ -29,4 +29,5 @@ __all__ = [
     "row_outputs",
     "sort_rows",
     "tree_outputs",
+    "wanted_logits",
 ]

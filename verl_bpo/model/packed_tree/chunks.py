@@ -4,7 +4,8 @@ A chunk is any run of the packed sequence. In DFS pre-order all that its tokens 
 its first token: if a token before the chunk has a descendant inside it, its subtree spans the chunk's first token too.
 So a chunk needs the keys and values of one path, its *past*, and its own, whatever the tree looks like.
 
-Letters in shapes: C tokens of a chunk, B tokens of its past, M its nodes (cut at its ends), P the sum of their paths' lengths.
+Letters in shapes: C tokens of a chunk, K of them with logits, B tokens of its past, M its nodes (cut at its ends), P the sum
+of their paths' lengths.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class Chunk:
     """(M + 1,) int32: node m's path is ``path_index[cu_paths[m] : cu_paths[m + 1]]``."""
     node_lengths: tuple[int, ...]
     path_lengths: tuple[int, ...]
+    wanted: torch.Tensor
+    """(K,) int64, ascending: packed indices of the chunk's tokens whose logits are computed."""
     targets: torch.Tensor
-    """(E,) int64: packed indices, anywhere in the tree, of the tokens whose parent is in this chunk."""
+    """(E,) int64: packed indices, anywhere in the tree, of the tokens that these predict."""
     sources: torch.Tensor
-    """(E,) int64: the chunk's tokens that predict them."""
+    """(E,) int64: which of the K predicts each."""
 
 
 @dataclass
@@ -63,8 +66,11 @@ class KeyValues:
         return torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
 
 
-def cut_tree(tree: PackedTree, count: int) -> list[Chunk]:
+def cut_tree(tree: PackedTree, count: int, wanted: torch.Tensor | None = None) -> list[Chunk]:
     """The tree in ``count`` chunks of nearly equal length, on the tree's device.
+
+    Args:
+        wanted: ascending packed indices of the tokens whose logits are computed. None: all.
 
     Raises:
         ValueError: more chunks than tokens.
@@ -77,7 +83,11 @@ def cut_tree(tree: PackedTree, count: int) -> list[Chunk]:
         x.cpu().numpy() for x in (tree.position_ids, tree.parent, tree.subtree_end, tree.path_index)
     )
     node_bounds, path_starts = tree.cu_nodes.tolist(), tree.cu_paths.tolist()
-    by_parent = np.argsort(parent, kind="stable")
+    sources = np.arange(tokens) if wanted is None else wanted.cpu().numpy()
+    place = np.full(tokens + 1, -1)  # its last entry is that of tokens without a parent
+    place[sources] = np.arange(len(sources))
+    edges_of = np.flatnonzero(place[parent] >= 0)
+    by_parent = edges_of[np.argsort(parent[edges_of], kind="stable")]
     parents = parent[by_parent]
     bounds = [i * tokens // count for i in range(count + 1)]
 
@@ -96,6 +106,7 @@ def cut_tree(tree: PackedTree, count: int) -> list[Chunk]:
             pieces.append(np.concatenate([np.arange(outside), path[outside:] - start + len(past)]))
         lengths = [len(p) for p in pieces]
         low, high = np.searchsorted(parents, [start, stop])
+        first_wanted, end_wanted = np.searchsorted(sources, [start, stop])
         chunks.append(
             Chunk(
                 start=start,
@@ -109,8 +120,9 @@ def cut_tree(tree: PackedTree, count: int) -> list[Chunk]:
                 cu_paths=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
                 node_lengths=tuple(np.diff(edges).tolist()),
                 path_lengths=tuple(lengths),
+                wanted=tensor(sources[first_wanted:end_wanted]),
                 targets=tensor(by_parent[low:high]),
-                sources=tensor(parents[low:high] - start),
+                sources=tensor(place[parents[low:high]] - first_wanted),
             )
         )
     return chunks

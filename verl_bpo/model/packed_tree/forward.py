@@ -18,16 +18,28 @@ class RowOutputs:
     """Values on row tokens, rows one after another as in :attr:`PackedTree.row_index`."""
 
     log_probs: torch.Tensor
-    """(T,) nats: at a token, the log-prob of the *next* token of its row; 0 at a row's last token."""
+    """(T,) nats: at a token, the log-prob of the *next* token of its row; 0 at a row's last token, and where no logits were
+    wanted."""
     entropy: torch.Tensor | None = None
-    """(T,) nats: entropy of the distribution that the next token is drawn from. None if not asked for."""
+    """(T,) nats: entropy of the distribution that the next token is drawn from, 0 where no logits were wanted. None if not
+    asked for."""
     reads: tuple[torch.Tensor, ...] = ()
     """What :class:`frugal.HiddenReads` asked for."""
 
 
-def model_inputs(tree: PackedTree | Chunk, backend: str = "auto", memory: KeyValues | None = None) -> dict[str, Any]:
-    """Keyword arguments that make an attached model compute ``tree``. Batch size 1, N tokens."""
-    return {
+def model_inputs(
+    tree: PackedTree | Chunk,
+    backend: str = "auto",
+    memory: KeyValues | None = None,
+    wanted: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments that make an attached model compute ``tree``. Batch size 1, N tokens.
+
+    Args:
+        wanted: (K,) int64, ascending: tokens whose logits are computed. None: all.
+    """
+    inputs = {} if wanted is None else {"logits_to_keep": wanted}
+    return inputs | {
         "input_ids": tree.token_ids[None],
         "position_ids": tree.position_ids[None],
         # A 4D mask is passed through to the layers as it is, so none is built. Ours ignores it; any other attention
@@ -37,8 +49,11 @@ def model_inputs(tree: PackedTree | Chunk, backend: str = "auto", memory: KeyVal
     }
 
 
-def packed_forward(model: nn.Module, tree: PackedTree, backend: str = "auto", **kwargs: Any) -> Any:
-    """The model's output on the unique tokens: ``logits`` (1, N, vocabulary), ``hidden_states`` if asked for.
+def packed_forward(
+    model: nn.Module, tree: PackedTree, backend: str = "auto", wanted: torch.Tensor | None = None, **kwargs: Any
+) -> Any:
+    """The model's output on the unique tokens: ``logits`` (1, N, vocabulary), or only those of the tokens ``wanted`` (K,), and
+    ``hidden_states`` if asked for.
 
     Gradient checkpointing, LoRA adapters and autocast work as for any other input. Other calls of the model are not
     affected.
@@ -47,26 +62,50 @@ def packed_forward(model: nn.Module, tree: PackedTree, backend: str = "auto", **
         PackedTreeUnsupported: this model can't compute packed trees; see :func:`attention.attach`.
     """
     attach(model)
-    return model(**model_inputs(tree.to(next(model.parameters()).device), backend), use_cache=False, **kwargs)
+    inputs = model_inputs(tree.to(next(model.parameters()).device), backend, wanted=wanted)
+    return model(**inputs, use_cache=False, **kwargs)
+
+
+def wanted_logits(tree: PackedTree, learned: torch.Tensor) -> torch.Tensor:
+    """(K,) int64, ascending: the packed tokens that predict a learned token of some row. An agent's rows are mostly what the
+    world says, whose tokens need no logits.
+
+    Args:
+        learned: (T,) bool, on row tokens; a row's first token has nothing that predicts it.
+    """
+    before = learned.roll(-1).index_fill(0, _row_ends(tree), False)
+    return torch.unique(tree.row_index[before])  # sorted
 
 
 def tree_outputs(
-    logits: torch.Tensor, tree: PackedTree, temperature: float = 1.0, entropy: bool = False
+    logits: torch.Tensor,
+    tree: PackedTree,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    wanted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Per unique token: its log-prob given its path, and the entropy of what follows it.
 
     A branch point predicts several tokens: its distribution is normalised once and read at each of them.
 
     Args:
-        logits: (N, vocabulary)
+        logits: (N, vocabulary), or (K, vocabulary) of the tokens ``wanted`` (K,).
 
     Returns:
-        log_probs: (N,), 0 for tokens without a parent.
-        entropy: (N,) or None.
+        log_probs: (N,), 0 for tokens without a parent, or whose parent isn't wanted.
+        entropy: (N,), 0 at tokens that aren't wanted, or None.
     """
     edges = (tree.parent >= 0).nonzero()[:, 0]
-    chosen, entropies = edge_outputs(logits, tree.parent[edges], tree.token_ids[edges], temperature, entropy)
-    return chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen), entropies
+    sources = tree.parent[edges]
+    if wanted is not None:
+        place = torch.full_like(tree.parent, -1).index_copy(0, wanted, torch.arange(len(wanted), device=wanted.device))
+        inside = place[sources] >= 0
+        edges, sources = edges[inside], place[sources[inside]]
+    chosen, entropies = edge_outputs(logits, sources, tree.token_ids[edges], temperature, entropy)
+    log_probs = chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen)
+    if entropies is not None and wanted is not None:
+        entropies = entropies.new_zeros(tree.unique_tokens).index_put((wanted,), entropies)
+    return log_probs, entropies
 
 
 def edge_outputs(
@@ -88,6 +127,10 @@ def edge_outputs(
 def row_outputs(log_probs: torch.Tensor, entropy: torch.Tensor | None, tree: PackedTree) -> RowOutputs:
     """What :func:`tree_outputs` returns, on the rows."""
     own = tree.to_rows(log_probs)
-    ends = tree.row_offsets[1:][tree.row_offsets.diff() > 0] - 1
-    last = torch.zeros_like(own, dtype=torch.bool).index_fill(0, ends, True)
-    return RowOutputs(own.roll(-1).masked_fill(last, 0), None if entropy is None else tree.to_rows(entropy))
+    next_tokens = own.roll(-1).index_fill(0, _row_ends(tree), 0)
+    return RowOutputs(next_tokens, None if entropy is None else tree.to_rows(entropy))
+
+
+def _row_ends(tree: PackedTree) -> torch.Tensor:
+    """Row tokens that are their row's last."""
+    return tree.row_offsets[1:][tree.row_offsets.diff() > 0] - 1

@@ -33,7 +33,7 @@ class HiddenReads:
     positions: tuple[torch.Tensor, ...]
     """Each (K,) int64: packed indices where a number is read, in any order."""
     begin: Callable[[tuple[torch.Tensor, ...], int], Any]
-    """Called before the model runs on some tokens, with the positions among these and their count."""
+    """Called before the model computes logits of some tokens, with the positions among these and their count."""
     end: Callable[[], tuple[torch.Tensor, ...]]
     """Called after, returns what was read at each of the positions."""
 
@@ -47,6 +47,7 @@ def frugal_outputs(
     backend: str = "auto",
     reads: HiddenReads | None = None,
     sync: Sync = lambda last: nullcontext(),
+    wanted: torch.Tensor | None = None,
 ) -> RowOutputs:
     """Log-probs and entropy on the rows, as :func:`forward.row_outputs` gives them.
 
@@ -57,6 +58,7 @@ def frugal_outputs(
         chunks: how many runs of tokens the tree is cut into. None: of 1024 tokens.
         reads: what else is to be read; arrives in ``RowOutputs.reads``.
         sync: ``sync(last)`` surrounds each chunk's backward, where gradients of ranks may have to wait for the last.
+        wanted: (K,) int64, ascending: packed tokens whose logits are computed, those of ``reads`` among them. None: all.
 
     Raises:
         PackedTreeUnsupported: dropout is on, or the model can't compute packed trees.
@@ -68,7 +70,7 @@ def frugal_outputs(
         )
     device = tree.token_ids.device if tree.token_ids.is_cuda else next(model.parameters()).device
     chunks = chunks or -(-tree.unique_tokens // 1024)
-    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync)
+    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync, wanted)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
     log_probs, entropies, *values = _Frugal.apply(anchor, walk)
     out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
@@ -104,10 +106,12 @@ class _Walk:
         backend: str,
         reads: HiddenReads | None,
         sync: Sync,
+        wanted: torch.Tensor | None,
     ) -> None:
         self.model, self.tree, self.temperature, self.entropy = model, tree, temperature, entropy
         self.backend, self.reads, self.sync = backend, reads, sync
-        self.chunks = cut_tree(tree, chunks)
+        self.chunks = cut_tree(tree, chunks, wanted)
+        self.all_wanted = wanted is None
         kind = tree.token_ids.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self.memory: ByLayer = {}
@@ -125,7 +129,9 @@ class _Walk:
             self.memory = {}
         log_probs = found[0][0].new_zeros(self.tree.unique_tokens)
         log_probs[torch.cat([c.targets for c in self.chunks])] = torch.cat([f[0] for f in found])
-        entropy = torch.cat([f[1] for f in found]) if self.entropy else torch.zeros_like(log_probs)
+        entropy = torch.zeros_like(log_probs)
+        if self.entropy:
+            entropy[torch.cat([c.wanted for c in self.chunks])] = torch.cat([f[1] for f in found])
         values = []
         for i, positions in enumerate(self.reads.positions if self.reads else ()):
             read = torch.cat([f[1 + self.entropy + i] for f in found])
@@ -193,9 +199,10 @@ class _Walk:
         """Outputs of one chunk, and its keys and values by layer."""
         memory = KeyValues(past)
         if self.reads:
-            inside = [p[self._read_at(chunk, p)] - chunk.start for p in self.reads.positions]
-            self.reads.begin(tuple(inside), chunk.stop - chunk.start)
-        logits = self.model(**model_inputs(chunk, self.backend, memory), use_cache=False).logits[0]
+            inside = [torch.searchsorted(chunk.wanted, p[self._read_at(chunk, p)]) for p in self.reads.positions]
+            self.reads.begin(tuple(inside), len(chunk.wanted))
+        wanted = None if self.all_wanted else chunk.wanted - chunk.start
+        logits = self.model(**model_inputs(chunk, self.backend, memory, wanted), use_cache=False).logits[0]
         tokens = self.tree.token_ids[chunk.targets]
         log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy)
         outputs = [log_probs, entropy] if self.entropy else [log_probs]
@@ -205,7 +212,7 @@ class _Walk:
         log_probs, entropy, *values = grads
         found = [log_probs[chunk.targets]]
         if self.entropy:
-            found.append(entropy[chunk.start : chunk.stop])
+            found.append(entropy[chunk.wanted])
         if self.reads:
             found += [g[self._read_at(chunk, p)] for g, p in zip(values, self.reads.positions)]
         return found
