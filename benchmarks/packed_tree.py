@@ -11,11 +11,15 @@ Forward and backward of every row's log-probs, by mode:
     packed        the tree, each token once (packed:BACKEND where there is a choice)
     frugal        the same in chunks of --chunk tokens, with one more forward
 
+With --learned SHARE only the first so many of each turn's tokens have a loss, as in an agent's trajectory, where the rest is
+what the world says. ``packed`` and ``frugal`` then compute logits for these alone; ``packed/all`` and ``frugal/all``, like
+``rows``, for all tokens.
+
 Repeats are interleaved over the modes, time ratios are medians of paired runs against ``rows``. The ideal ratio is unique over
 total tokens. On a CPU, seconds are the process's CPU time on one thread, and memory is what torch allocated, by its
 profiler. Peak memory is above what the model and its gradients hold. Models have random weights. A mode that runs out of
 memory is reported as such, and ratios are then against the best mode on rows that did not. Writes
-``benchmarks/results/packed_tree.json``, or ``packed_tree_MODEL.json``, after each tree.
+``benchmarks/results/packed_tree.json`` (``packed_tree_MODEL.json``, ``packed_tree_learned.json``) after each tree.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from verl_bpo.model.packed_tree import (  # noqa: E402
     packed_forward,
     row_outputs,
     tree_outputs,
+    wanted_logits,
 )
 
 SHAPES = {  # prompt tokens, turns, tokens a turn, branch points, forks at each
@@ -93,6 +98,8 @@ MODELS = {  # shapes of Qwen2.5 from their published config.json
 GPU_BACKENDS = ("flash_attn", "torch_varlen", "flex")
 
 Rows = list[list[int]]
+ALL = "/all"
+"""End of a mode's name: logits of all tokens."""
 
 
 def make_rows(shape: str, vocabulary: int) -> Rows:
@@ -106,6 +113,15 @@ def make_rows(shape: str, vocabulary: int) -> Rows:
         cut = prompt + tokens * (turns * (i + 1) // (points + 1))
         rows += [backbone[:cut] + run(len(backbone) - cut) for _ in range(forks)]
     return rows
+
+
+def learned_tokens(shape: str, rows: Rows, share: float) -> torch.Tensor:
+    """(total tokens,) bool: no prompt, and the first part of each turn."""
+    prompt, _, tokens, *_ = SHAPES[shape]
+    if share == 1:
+        return torch.cat([torch.arange(len(row)) > 0 for row in rows])
+    at = torch.cat([torch.arange(len(row)) for row in rows]) - prompt
+    return (at >= 0) & (at % tokens < share * tokens)
 
 
 def make_model(name: str, device: str, dtype: torch.dtype, checkpointing: bool) -> Qwen2ForCausalLM:
@@ -146,10 +162,11 @@ ALL_ATTENTION_FUNCTIONS.register("block_diagonal", block_diagonal)
 ALL_ATTENTION_FUNCTIONS.register("varlen_rows", varlen_rows)
 
 
-def modes_for(device: str, dtype: torch.dtype, backends: list[str] | None) -> list[str]:
+def modes_for(device: str, dtype: torch.dtype, backends: list[str] | None, all_too: bool) -> list[str]:
+    ours = [mode + end for mode in ("packed", "frugal") for end in ("", ALL)[: 1 + all_too]]
     kind = torch.device(device)
     if kind.type != "cuda" and not backends:
-        return ["padded", "rows", "packed", "frugal"]
+        return ["padded", "rows", *ours]
     usable = []
     for name in backends or GPU_BACKENDS:
         try:
@@ -158,7 +175,7 @@ def modes_for(device: str, dtype: torch.dtype, backends: list[str] | None) -> li
         except PackedTreeUnsupported as error:
             print(f"left out: {error}", file=sys.stderr)
     rows = ["padded", "rows"] + (["rows:torch_varlen"] if "torch_varlen" in usable else [])
-    return rows + [f"{mode}:{backend}" for backend in usable for mode in ("packed", "frugal")]
+    return rows + [f"{mode}:{backend}" for backend in usable for mode in ours]
 
 
 def next_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -167,7 +184,7 @@ def next_log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return chosen - torch.logsumexp(logits, -1)
 
 
-def log_probs(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> torch.Tensor:
+def log_probs(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, chunk: int) -> torch.Tensor:
     device = model.device
     if mode == "padded":
         lengths = torch.tensor([len(r) for r in rows], device=device)
@@ -186,42 +203,42 @@ def log_probs(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> tor
         return next_log_probs(model(**inputs, use_cache=False, row_lengths=lengths).logits[0], ids)
     mode, _, backend = mode.partition(":")
     tree = pack_rows(rows).to(device)
-    if mode == "frugal":
+    wanted = None if mode.endswith(ALL) or learned.all() else wanted_logits(tree, learned.to(device))
+    if mode.removesuffix(ALL) == "frugal":
         chunks = -(-tree.unique_tokens // chunk)
-        return frugal_outputs(model, tree, chunks=chunks, backend=backend or "auto").log_probs
-    logits = packed_forward(model, tree, backend or "auto").logits[0]
-    return row_outputs(*tree_outputs(logits, tree), tree).log_probs
+        return frugal_outputs(model, tree, chunks=chunks, backend=backend or "auto", wanted=wanted).log_probs
+    logits = packed_forward(model, tree, backend or "auto", wanted).logits[0]
+    return row_outputs(*tree_outputs(logits, tree, wanted=wanted), tree).log_probs
 
 
-def step(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> None:
-    """Adds to the gradients: a loss with another weight at every token of every row."""
+def step(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, chunk: int) -> None:
+    """Adds to the gradients: a loss with another weight at every learned token of every row."""
     # A checkpointed layer asks for its attention function again in the backward.
     model.set_attn_implementation(ROWS.get(mode, "sdpa"))
-    values = log_probs(mode, model, rows, chunk)
-    weights = torch.linspace(-1, 1, len(values), device=values.device).clone()
-    weights[torch.tensor([len(r) for r in rows]).cumsum(0).to(values.device) - 1] = 0
+    values = log_probs(mode, model, rows, learned, chunk)
+    weights = torch.linspace(-1, 1, len(values), device=values.device) * learned.roll(-1).to(values.device)
     (values * weights).mean().backward()
     if values.is_cuda:
         torch.cuda.synchronize()
 
 
-def seconds(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> float:
+def seconds(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, chunk: int) -> float:
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     start = clock()
-    step(mode, model, rows, chunk)
+    step(mode, model, rows, learned, chunk)
     return clock() - start
 
 
-def peak_mib(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> float:
+def peak_mib(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, chunk: int) -> float:
     gc.collect()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(mode, model, rows, chunk)
+        step(mode, model, rows, learned, chunk)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-        step(mode, model, rows, chunk)
+        step(mode, model, rows, learned, chunk)
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -233,8 +250,10 @@ def peak_mib(mode: str, model: Qwen2ForCausalLM, rows: Rows, chunk: int) -> floa
 class Trial:
     """Every mode on one tree, in turn."""
 
-    def __init__(self, model: Qwen2ForCausalLM, rows: Rows, modes: list[str], chunk: int) -> None:
-        self.model, self.rows, self.chunk = model, rows, chunk
+    def __init__(
+        self, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, modes: list[str], chunk: int
+    ) -> None:
+        self.model, self.rows, self.learned, self.chunk = model, rows, learned, chunk
         self.modes = list(modes)
         self.failed: dict[str, str] = {}
 
@@ -244,7 +263,7 @@ class Trial:
         for mode in list(self.modes):
             print(f"\r  {what}: {mode:24}", end="", file=sys.stderr, flush=True)
             try:
-                found[mode] = function(mode, self.model, self.rows, self.chunk)
+                found[mode] = function(mode, self.model, self.rows, self.learned, self.chunk)
             except torch.OutOfMemoryError:
                 self.failed[mode] = "out of memory"
                 self.modes.remove(mode)
@@ -260,8 +279,10 @@ class Trial:
         return [p.grad.cpu() if p.is_cuda else p.grad.clone() for p in self.model.parameters()]
 
 
-def measure(model: Qwen2ForCausalLM, rows: Rows, modes: list[str], repeats: int, chunk: int) -> dict:
-    trial = Trial(model, rows, modes, chunk)
+def measure(
+    model: Qwen2ForCausalLM, rows: Rows, learned: torch.Tensor, modes: list[str], repeats: int, chunk: int
+) -> dict:
+    trial = Trial(model, rows, learned, modes, chunk)
     reference: list[torch.Tensor] = []
 
     def difference(mode: str, *arguments) -> float:
@@ -284,6 +305,7 @@ def measure(model: Qwen2ForCausalLM, rows: Rows, modes: list[str], repeats: int,
         "nodes": len(tree.node_lengths),
         "total_tokens": tree.total_tokens,
         "unique_tokens": tree.unique_tokens,
+        "logits": len(wanted_logits(tree, learned)),
         "ideal_ratio": round(tree.compute_ratio, 3),
         "pack_ms": round(pack_ms, 2),
         "failed": trial.failed,
@@ -324,6 +346,9 @@ def main() -> None:
         "--checkpointing", action=argparse.BooleanOptionalAction, help="of every mode's layers; default: on a GPU"
     )
     parser.add_argument("--chunk", type=int, help="tokens of a chunk in frugal mode; default: 1024, on a GPU 8192")
+    parser.add_argument(
+        "--learned", type=float, default=1.0, help="share of each turn's tokens that have a loss; default: 1"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     gpu = torch.device(arguments.device).type == "cuda"
@@ -333,9 +358,10 @@ def main() -> None:
     checkpointing = gpu if arguments.checkpointing is None else arguments.checkpointing
     chunk = arguments.chunk or (8192 if gpu else 1024)
     suffix = "" if arguments.model == "small" else f"_{arguments.model}"
+    suffix += "_learned" if arguments.learned < 1 else ""
     out = arguments.out or REPOSITORY / f"benchmarks/results/packed_tree{suffix}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    modes = modes_for(arguments.device, dtype, arguments.backends)
+    modes = modes_for(arguments.device, dtype, arguments.backends, arguments.learned < 1)
     model = make_model(arguments.model, arguments.device, dtype, checkpointing)
     results: dict = {
         "torch": torch.__version__,
@@ -345,6 +371,7 @@ def main() -> None:
         "dtype": str(dtype).removeprefix("torch."),
         "gradient_checkpointing": checkpointing,
         "frugal_chunk": chunk,
+        "learned": arguments.learned,
         "repeats": arguments.repeats,
         "shapes": {},
     }
@@ -352,7 +379,8 @@ def main() -> None:
     print(f"{head}{'seconds':>9}{'time':>7}{'peak MiB':>10}{'memory':>8}{'grad':>9}")
     for shape in arguments.shapes or MODELS[arguments.model][1]:
         rows = make_rows(shape, model.config.vocab_size)
-        found = results["shapes"][shape] = measure(model, rows, modes, arguments.repeats, chunk)
+        learned = learned_tokens(shape, rows, arguments.learned)
+        found = results["shapes"][shape] = measure(model, rows, learned, modes, arguments.repeats, chunk)
         table(shape, found, modes)
         out.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -40,8 +40,8 @@ def build(folder: Path, vendor: str, checkpointing: bool, precision: str = "fp32
 
 
 def batch(budget: int) -> TensorDict:
-    """Four trees in mixed order, each with forks of forks, and a padding row without any mask. A third of what follows a prompt
-    is what the world said."""
+    """Four trees in mixed order, each with forks of forks, and a padding row without any mask. A third of what follows a
+    prompt is what the world said."""
     rng = random.Random(dist.get_rank())
     run = lambda n: [rng.randrange(50) for _ in range(n)]  # noqa: E731
     rows = []
