@@ -60,6 +60,7 @@ def test_whole_numbers_serve_as_floats():
 
 def test_a_fork_alone_is_allowed_where_the_trunk_is_a_fair_sibling():
     assert build({"branch": {"forks": 1, "entropy_tokens": "first"}}, "paper").branch.forks == 1
+    assert not build({"branch": {"entropy_tokens": "open"}}, "paper").branch.state_only
 
 
 def test_the_yaml_lists_every_key_and_no_other():

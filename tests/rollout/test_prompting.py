@@ -116,6 +116,31 @@ def test_sampled_tokens_are_kept_verbatim_even_when_the_text_would_tokenise_othe
     assert after.ids == [*start.ids, *sampled, prompter.end_of_turn_id, *after.added]
 
 
+@pytest.mark.parametrize(
+    "template, admissible, reply, rest",
+    [
+        ("think_action", None, "<think>well</think><action>look</action>", "well</think><action>look</action>"),
+        ("think_action", ["click[a]", "click[b]"], "click[a]", "click[a]"),  # it doesn't keep to the form
+        ("bare", ["click[a]", "click[b]", "click[<what>]"], "Click[b]", "b]"),
+        ("bare", ["click[a]", "click[b]"], "look", "look"),
+        ("bare", ["click[a]", "click[b]"], "clack[b]", "ack[b]"),
+        ("bare", ["search[<query>]", "click[search]"], "search[tea]", "search[tea]"),
+        ("bare", ["pull"], "pull", ""),
+        ("bare", None, "pull", "pull"),
+    ],
+)
+def test_tokens_that_the_form_dictates_are_counted(tokenizer, template, admissible, reply, rest):
+    """Whatever the tokens: the first left open begins no later than the text that is left open."""
+    prompter = Prompter(tokenizer, PromptConfig(template=template))
+    letters = [token for letter in reply for token in tokenizer.encode(letter, add_special_tokens=False)]
+    count = prompter.forced_tokens([*letters, prompter.end_of_turn_id], admissible)
+    assert tokenizer.decode(letters[count:]) == rest
+    whole = tokenizer.encode(reply, add_special_tokens=False)
+    left = tokenizer.decode(whole[prompter.forced_tokens(whole, admissible) :])
+    assert left.endswith(rest) and reply.endswith(left)
+    assert prompter.forced_tokens([prompter.end_of_turn_id], admissible) == prompter.forced_tokens([], admissible) == 0
+
+
 def test_end_of_turn_is_added_only_to_an_action_that_was_cut(tokenizer):
     prompter = Prompter(tokenizer, PromptConfig())
     word = tokenizer.encode("look", add_special_tokens=False)

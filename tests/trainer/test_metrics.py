@@ -1,6 +1,9 @@
 """Metrics that are ours."""
 
-from verl_bpo.trainer.metrics import success_by_type
+import pytest
+import torch
+
+from verl_bpo.trainer.metrics import blind_entropy, success_by_type
 
 
 def test_success_is_counted_for_each_type_of_task_and_each_split():
@@ -22,3 +25,17 @@ def test_success_is_counted_for_each_type_of_task_and_each_split():
 
 def test_environments_without_types_add_nothing():
     assert success_by_type(["a"], {"success": [1.0]}) == {}
+
+
+@pytest.mark.parametrize(
+    "scores, blind",
+    [
+        ([0.01] * 99 + [3.0], True),
+        ([0.01] * 90 + [3.0] * 10, False),
+        ([float("nan")] * 50 + [0.5] * 50, False),
+        ([float("nan")] * 50, False),
+        ([], False),
+    ],
+)
+def test_entropies_that_tell_nothing_apart_are_noticed(scores, blind):
+    assert blind_entropy(torch.tensor(scores, dtype=torch.float64)) is blind

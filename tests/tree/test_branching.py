@@ -24,7 +24,11 @@ def test_only_the_first_tokens_entropy_depends_on_the_state_alone():
     assert decision_score([2.0, 0.5, 0.0, 0.0], "first", 2) == 2.0
     assert decision_score([2.0, 0.5, 0.0, 0.0], "first_m", 2) == 1.25
     assert decision_score([2.0, 0.5, 0.0, 0.0], "all", 2) == 0.625
-    assert decision_score([], "all", 2) == 0.0
+    assert decision_score([0.0, 0.5, 2.0], "open", 2) == 0.0
+    assert decision_score([0.0, 0.5, 2.0], "open", 2, forced=2) == 2.0
+    assert decision_score([0.0, 0.5, 2.0], "open", 2, forced=3) == 2.0  # a sample cut inside the form: its last token
+    assert decision_score([0.0, 0.5, 2.0], "first", 2, forced=2) == 0.0
+    assert decision_score([], "open", 2, forced=1) == decision_score([], "all", 2) == 0.0
 
 
 def test_threshold_branches_at_and_above_its_limit():

@@ -52,8 +52,9 @@ class BranchConfig:
     """``top_k``: fork trajectories of ``any`` outcome, or only those that ended in ``success`` (return above 0): below a
     prefix that has already failed forks are wasted."""
     entropy_tokens: str = "first"
-    """Entropy of a decision point: true entropy of the ``first`` action token (depends on the state alone), mean over
-    the ``first_m``, or over ``all`` action tokens (depend on the sampled action)."""
+    """Entropy of a decision point: true entropy of the ``first`` action token (depends on the state alone); of the first
+    that the form of an answer leaves ``open``, beyond ``<think>`` or what all admissible actions begin with, as ``click[``;
+    mean over the ``first_m``, or over ``all`` action tokens (these depend on the sampled action)."""
     entropy_m: int = 4
     """m of ``first_m``."""
     root_samples: int = 1
@@ -65,7 +66,7 @@ class BranchConfig:
     def __post_init__(self) -> None:
         _one_of("bpo.branch.selector", self.selector, SELECTORS)
         _one_of("bpo.branch.score", self.score, SCORES)
-        _one_of("bpo.branch.entropy_tokens", self.entropy_tokens, ("first", "first_m", "all"))
+        _one_of("bpo.branch.entropy_tokens", self.entropy_tokens, ENTROPY_TOKENS)
         _one_of("bpo.branch.trunk", self.trunk, ("any", "success"))
         for key in ("forks", "interval", "top_k", "entropy_m", "root_samples", "depth"):
             _at_least(f"bpo.branch.{key}", getattr(self, key), 1)
@@ -95,6 +96,7 @@ class BranchConfig:
 
 
 SCORES = ("entropy", "value", "entropy_value")
+ENTROPY_TOKENS = ("first", "open", "first_m", "all")
 SCORE_SELECTORS = ("threshold", "quantile", "top_k")
 SELECTORS = (*SCORE_SELECTORS, "fixed_interval", "random", "every", "none")
 

@@ -8,6 +8,7 @@ message, and the generation prompt. The glue depends on the observation alone, s
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -184,6 +185,20 @@ class Prompter:
     def decode(self, action_ids: Sequence[int]) -> str:
         """The text of a sampled action, without special tokens."""
         return self.tokenizer.decode(list(action_ids), skip_special_tokens=True)
+
+    def forced_tokens(self, action_ids: Sequence[int], admissible: Sequence[str] | None = None) -> int:
+        """How many of a sample's first tokens the form of an answer dictates: they spell ``<think>``, or in ``bare`` what all
+        admissible actions begin with. A sample that departs from it sooner has as many as it kept to."""
+        form = "<think>"
+        if self.config.template == "bare":
+            form = os.path.commonprefix([_PLACEHOLDER.split(action)[0].lower() for action in admissible or ()])
+        count = 0
+        for token in action_ids:
+            spelt = self.decode(action_ids[: count + 1]).lstrip().lower()
+            if token == self.end_of_turn_id or not form.startswith(spelt):
+                break
+            count += 1
+        return count
 
     def parse(self, text: str, admissible: Sequence[str] | None = None) -> tuple[str, bool]:
         """The action in the model's text, and whether it is valid.

@@ -14,6 +14,9 @@ from verl_bpo.trainer.forest import TreeBatch
 COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
 """Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
 
+BLIND = 0.05
+"""Nats."""
+
 
 def tree_metrics(batch: TreeBatch) -> dict[str, float]:
     """Shape, cost and failures of this step's trees. Means are over trees; times are seconds in all."""
@@ -51,6 +54,13 @@ def tree_metrics(batch: TreeBatch) -> dict[str, float]:
         found["tree/value_at_branch"] = _mean(batch.state_value[valued & branching])
         found["tree/value_elsewhere"] = _mean(batch.state_value[valued & ~branching])
     return found
+
+
+def blind_entropy(score: torch.Tensor) -> bool:
+    """Whether entropies of decision points (nats, NaN where there is none) are next to 0 in 19 of 20, and so can't tell where
+    to branch."""
+    found = score[~score.isnan()]
+    return bool(len(found)) and float(found.quantile(0.95)) < BLIND
 
 
 def advantage_metrics(result: TurnAdvantages) -> dict[str, float]:

@@ -36,7 +36,14 @@ from verl_bpo.rollout.prompting import PromptConfig, Prompter
 from verl_bpo.rollout.rows import BRANCH_LIMIT
 from verl_bpo.trainer.forest import TreeBatch, build_batch, spread
 from verl_bpo.trainer.losses import policy_loss
-from verl_bpo.trainer.metrics import COMPUTE_COUNTERS, advantage_metrics, success_by_type, tree_metrics
+from verl_bpo.trainer.metrics import (
+    BLIND,
+    COMPUTE_COUNTERS,
+    advantage_metrics,
+    blind_entropy,
+    success_by_type,
+    tree_metrics,
+)
 from verl_bpo.trainer.prepare import ESTIMATORS
 from verl_bpo.trainer.trajectories import Trajectories
 from verl_bpo.tree.branching import ScoreMemory
@@ -76,6 +83,7 @@ class TreeTrainer(PPOTrainerSync):
         self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
         self.totals: Counter[str] = Counter()
         self.memory = ScoreMemory()
+        self._told_blind = False
         super().__init__(config)
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -342,8 +350,20 @@ class TreeTrainer(PPOTrainerSync):
                 self.totals[key] += int(counters.get(key, 0))
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics.update(tree_metrics(trees))
-        if self.bpo.branch.selector == "quantile":
+        branch = self.bpo.branch
+        if branch.selector == "quantile":
             self.memory.add(trees.asked_scores)
+        if (
+            not self._told_blind
+            and branch.needs_entropy
+            and branch.entropy_tokens == "first"
+            and blind_entropy(trees.score)
+        ):
+            self._told_blind = True
+            print(
+                f"verl_bpo: WARNING: in 19 of 20 answers the first token has an entropy below {BLIND} nats, which can't say "
+                "where to branch: if they all begin alike, set bpo.branch.entropy_tokens=open"
+            )
 
     def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:

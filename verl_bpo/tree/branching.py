@@ -13,17 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 
-def decision_score(entropy: list[float], tokens: str, m: int) -> float:
+def decision_score(entropy: list[float], tokens: str, m: int, forced: int = 0) -> float:
     """Entropy signal of a decision point, nats.
 
     Args:
         entropy: true entropy of the distribution that each action token was sampled from.
-        tokens: ``first`` (a function of the state alone), ``first_m`` or ``all`` (functions of the sampled action too).
+        tokens: ``first`` (a function of the state alone), ``open`` (nearly so: of the sampled action too where that departs
+            from the form), ``first_m`` or ``all`` (functions of the sampled action too).
         m: length of ``first_m``.
+        forced: how many of the tokens the form of an answer dictates; ``open`` is the next one.
     """
     if not entropy:
         return 0.0
-    used = {"first": entropy[:1], "first_m": entropy[:m], "all": entropy}[tokens]
+    used = {"first": entropy[:1], "open": entropy[forced:][:1] or entropy[-1:], "first_m": entropy[:m], "all": entropy}[
+        tokens
+    ]
     return float(sum(used) / len(used))
 
 
