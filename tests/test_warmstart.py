@@ -258,13 +258,6 @@ def test_measurement_counts_wins_and_turns_of_real_episodes(tokenizer, model):
     assert 0.5 < measured.entropy / torch.log(torch.tensor(float(len(tokenizer)))).item() <= 1
 
 
-def test_a_win_without_a_flag_is_an_end_with_reward():
-    assert ws._is_won(Observation("", terminated=True), 1.0)
-    assert not ws._is_won(Observation("", terminated=True), 0.0)
-    assert not ws._is_won(Observation("", truncated=True), 1.0)
-    assert not ws._is_won(Observation("", terminated=True, info={"won": False}), 1.0)
-
-
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from verl_bpo.platform.sampling import SamplingParams
 from verl_bpo.rollout.prompting import PromptConfig, Prompter
-from verl_bpo.sandbox.base import Environment, Observation
+from verl_bpo.sandbox.base import Environment, Observation, is_won
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and `verl-bpo --help` reads the options below
     from verl_bpo.platform.generator import Completion, ContinuousBatcher
@@ -206,7 +206,7 @@ def record_walkthroughs(
             learned.append(slip is None)
             actions.append(plan.pop(0) if action is None else action)
             observations.append(environment.step(actions[-1]))
-        if _is_won(observations[-1], sum(o.reward for o in observations)):
+        if is_won(observations[-1].info, sum(o.reward for o in observations)):
             walkthroughs.append(Walkthrough(observations[:-1], actions, learned))
         if mistakes:
             known += dict.fromkeys(actions)
@@ -226,7 +226,7 @@ def _detour(environment: Environment, plan: Sequence[str], actions: Sequence[str
             if rest[-1].done:
                 break
         environment.load_state(state)
-        if len(rest) == 1 + len(plan) and _is_won(rest[-1], sum(o.reward for o in rest)):
+        if len(rest) == 1 + len(plan) and is_won(rest[-1].info, sum(o.reward for o in rest)):
             return action
     return None
 
@@ -389,7 +389,7 @@ def measure(
     params = SamplingParams(max_tokens=max_action_tokens, stop_token_ids=(prompter.end_of_turn_id,))
     observations = [environment.reset(task) for environment, task in zip(environments, tasks)]
     conversations = [prompter.first(observation) for observation in observations]
-    returns, won, valid = [0.0] * len(tasks), 0, 0
+    returns, valid = [0.0] * len(tasks), 0
     sampled: list[Completion] = []
     live = list(range(len(tasks)))
     for _ in range(max_turns):
@@ -401,26 +401,20 @@ def measure(
             observations[i] = environments[i].step(action)
             returns[i] += observations[i].reward
             valid += is_valid
-            won += _is_won(observations[i], returns[i])
             conversations[i] = prompter.observe(conversations[i], completion.token_ids, observations[i], action)
         live = [i for i in live if not observations[i].done]
         if not live:
             break
     entropies = [entropy for completion in sampled for entropy in completion.entropies]
+    won = [is_won(observation.info, episode) for observation, episode in zip(observations, returns)]
     return Measurement(
-        success=won / len(tasks),
+        success=sum(won) / len(tasks),
         turns=len(sampled) / len(tasks),
         action_tokens=len(entropies) / len(sampled),
         context_tokens=sum(len(conversation.ids) for conversation in conversations) / len(tasks),
         entropy=sum(entropies) / len(entropies),
         valid=valid / len(sampled),
     )
-
-
-def _is_won(observation: Observation, episode_return: float) -> bool:
-    if "won" in observation.info:
-        return bool(observation.info["won"])
-    return observation.terminated and episode_return > 0
 
 
 def teach(

@@ -268,9 +268,9 @@ class TreeRollout:
                 self._count(sampled)
                 text = self.prompter.decode(sampled.token_ids)
                 action, valid = self.prompter.parse(text, admissible)
-                tokens, m = self.branch.entropy_tokens, self.branch.entropy_m
-                forced = self.prompter.forced_tokens(sampled.token_ids, admissible) if tokens == "open" else 0
-                entropy = decision_score(sampled.entropy, tokens, m, forced)
+                which = self.branch.entropy_tokens
+                forced = self.prompter.forced_tokens(sampled.token_ids, admissible) if which == "open" else 0
+                entropy = decision_score(sampled.entropy, which, self.branch.entropy_m, forced)
                 point = None
                 online = False
                 if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":

@@ -60,6 +60,12 @@ class Observation:
         return self.terminated or self.truncated
 
 
+def is_won(info: Mapping[str, Any], episode_return: float) -> bool:
+    """Whether an episode's task was done: what the environment says in its last observation's ``info``; where it doesn't say,
+    whether the return is above 0."""
+    return bool(info["won"]) if "won" in info else episode_return > 0
+
+
 class Environment(ABC):
     """One live world, in one state. Subclass this to bring an own environment.
 

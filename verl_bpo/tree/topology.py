@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from verl_bpo.sandbox.base import is_won
+
 ROOT = -1
 """Parent of a node whose action was taken in the initial state."""
 
@@ -133,10 +135,8 @@ class Tree:
         return sum(self.nodes[i].reward for i in self.path(trajectory.leaf))
 
     def won(self, trajectory: Trajectory) -> bool:
-        """Whether the environment says that the task was done; where it doesn't say, whether the return is above 0."""
-        if "won" in trajectory.info:
-            return bool(trajectory.info["won"])
-        return self.trajectory_return(trajectory) > 0
+        """Whether the task was done; see :func:`verl_bpo.sandbox.base.is_won`."""
+        return is_won(trajectory.info, self.trajectory_return(trajectory))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON. Inverse of :meth:`from_dict`."""
