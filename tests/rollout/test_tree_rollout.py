@@ -82,6 +82,9 @@ class FakePrompter:
     def parse(self, text, admissible):
         return text, text in "abw"
 
+    def forced_tokens(self, action_ids, admissible):
+        return int(action_ids[0] == ord(">"))
+
 
 class ScriptedPolicy:
     """Samples one letter; records its prompts."""
@@ -125,6 +128,19 @@ def test_a_fork_starts_from_the_state_before_the_trunks_action():
     assert [t.parent for t in tree.trajectories] == [-1, 0, 0]
     assert [n.observation_text for n in tree.nodes if n.trajectory == 1] == ["aa", "aaa", "aaaa", "aaaaa"]
     assert tree.counters["env_steps"] == 5 + 4 + 4
+
+
+@pytest.mark.parametrize("which, points", [("first", 0), ("open", 1), ("all", 1)])
+def test_where_all_answers_begin_alike_the_first_open_token_says_where_to_branch(which, points):
+    class Marked(ScriptedPolicy):
+        async def __call__(self, *args):
+            found = await super().__call__(*args)
+            return Generation([ord(">"), *found.token_ids], [0.0, *found.logprobs], [0.0, *found.entropy])
+
+    policy = Marked("a", lambda number: 4.0 if number == 2 else 0.0)
+    _, tree = roll(policy, FakeWorld(), budget={"fill": "none"}, branch={"forks": 2, "entropy_tokens": which})
+    assert tree.counters["branch_points"] == points
+    assert tree.nodes[1].score == {"first": 0.0, "open": 4.0, "all": 2.0}[which]
 
 
 def test_a_forks_row_repeats_the_prefix_it_was_sampled_after():
