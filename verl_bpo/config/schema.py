@@ -310,6 +310,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "selector": "top_k",
             "forks": 2,
             "top_k": 2,
+            "entropy_tokens": "open",
             "trunk": "success",
             "root_samples": 4,
             "depth": 2,
