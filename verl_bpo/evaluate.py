@@ -68,7 +68,10 @@ class EvalOptions:
         if self.episodes < 1:
             raise ValueError(f"--episodes={self.episodes} must be at least 1")
         if self.temperature == 0 and self.episodes > 1:
-            raise ValueError(f"--greedy plays every episode of a task alike: leave out --episodes {self.episodes}")
+            raise ValueError(
+                f"greedy, every episode of a task is played alike: leave out --episodes {self.episodes}, or give a "
+                "--temperature"
+            )
 
 
 def read_panel(file: str | Path) -> list[Task]:
@@ -117,8 +120,11 @@ def weights_digest(folder: Path) -> str:
 
 def options_from(model: Path, overrides: Sequence[str], config_file: Path | None = None, **chosen: Any) -> EvalOptions:
     """Options from ``KEY=VALUE`` overrides of ``bpo.env.*``, ``bpo.prompt.*`` and ``data.max_*_length``. A warm start
-    brings the prompts that it was taught with; ``config_file``, a run's resolved config, brings all of these keys. A
-    checkpoint that has its run's config with it needs none.
+    brings the prompts that it was taught with; ``config_file``, a run's resolved config, brings all of these keys, and how the
+    run's validation samples. A checkpoint that has its run's config with it needs none.
+
+    Args:
+        chosen: other fields of :class:`EvalOptions`; None stands for what is not chosen.
 
     Raises:
         ConfigError: an unknown key or a wrong value.
@@ -140,11 +146,16 @@ def options_from(model: Path, overrides: Sequence[str], config_file: Path | None
         )
     record = model / "warmstart.json"
     base: dict[str, Any] = {"env": {}, "prompt": {}}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
     config_file = config_file or run_config(model)
     if config_file is not None:
         run = OmegaConf.load(config_file)
         base = {key: OmegaConf.to_container(run.bpo[key]) for key in base}
         data = {key: run.data[key] for key in DATA_KEYS} | data
+        sampling = OmegaConf.select(run, "actor_rollout_ref.rollout.val_kwargs")
+        if sampling is not None:
+            temperature = float(sampling.temperature) if sampling.do_sample else 0.0
+            chosen = {"temperature": temperature, "top_p": float(sampling.top_p)} | chosen
     elif record.is_file():
         base["prompt"] = json.loads(record.read_text())["options"]["prompt"]
     bpo = {key: base[key] | bpo.get(key, {}) for key in base}
@@ -370,8 +381,10 @@ def add_arguments(parser: Any) -> None:
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="the likeliest token at every step")
-    how.add_argument("--temperature", type=float, default=1.0, help="sample (default 1.0)")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    how.add_argument(
+        "--temperature", type=float, help="sample (default: as the run's validation does; without a run 1.0)"
+    )
+    parser.add_argument("--top-p", type=float, help="likewise")
     parser.add_argument("--episodes", type=int, default=1, help="of each task (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch (default 1)")

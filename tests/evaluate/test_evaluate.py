@@ -161,6 +161,23 @@ def test_a_runs_config_brings_its_settings_and_overrides_win(root, tmp_path):
     assert (found.config.env.max_turns, found.max_prompt_tokens, found.max_response_tokens) == (9, 99, 66)
 
 
+@pytest.mark.parametrize(
+    "validation, chosen, sampled",
+    [
+        ({"do_sample": True, "temperature": 0.4, "top_p": 0.9}, {}, (0.4, 0.9)),
+        ({"do_sample": True, "temperature": 0.4, "top_p": 0.9}, {"temperature": 1.0, "top_p": None}, (1.0, 0.9)),
+        ({"do_sample": False, "temperature": 0.4, "top_p": 1.0}, {"temperature": None}, (0.0, 1.0)),
+        (None, {"temperature": None, "top_p": None}, (1.0, 1.0)),
+    ],
+)
+def test_a_run_is_sampled_as_in_its_validation_unless_told_otherwise(root, tmp_path, validation, chosen, sampled):
+    rollout = {"val_kwargs": validation} if validation else {}
+    run = {"bpo": {"env": {}, "prompt": {}}, "data": {"max_prompt_length": 9, "max_response_length": 9}}
+    (tmp_path / "config.yaml").write_text(json.dumps(run | {"actor_rollout_ref": {"rollout": rollout}}))
+    found = options_from(root / "model", [], tmp_path / "config.yaml", **chosen)
+    assert (found.temperature, found.top_p) == sampled
+
+
 @pytest.mark.parametrize("where", ["checkpoints/global_step_3", "."])
 def test_a_checkpoint_brings_its_runs_settings(tmp_path, where):
     actor = tmp_path / "checkpoints/global_step_3/actor"
