@@ -133,7 +133,7 @@ def test_overrides_may_stand_behind_options(root, tmp_path):
 
 
 def test_what_the_user_can_mend_is_said_in_one_line(root, tmp_path):
-    with pytest.raises(ValueError, match="--greedy plays every episode of a task alike"):
+    with pytest.raises(ValueError, match="every episode of a task is played alike"):
         options(root, temperature=0.0, episodes=2)
     with pytest.raises(ConfigError, match="unknown key bpo.env.max_turn;"):
         options_from(root / "model", ["bpo.env.max_turn=3"])
