@@ -203,7 +203,8 @@ def log_probs(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Ten
         return next_log_probs(model(**inputs, use_cache=False, row_lengths=lengths).logits[0], ids)
     mode, _, backend = mode.partition(":")
     tree = pack_rows(rows).to(device)
-    wanted = None if mode.endswith(ALL) or learned.all() else wanted_logits(tree, learned.to(device))
+    everything = int(learned.sum()) == len(learned) - len(rows)  # nothing predicts a row's first token
+    wanted = None if mode.endswith(ALL) or everything else wanted_logits(tree, learned.to(device))
     if mode.removesuffix(ALL) == "frugal":
         chunks = -(-tree.unique_tokens // chunk)
         return frugal_outputs(model, tree, chunks=chunks, backend=backend or "auto", wanted=wanted).log_probs

@@ -117,11 +117,11 @@ class WarmstartOptions:
         for key in ("detour_actions", "whole"):
             pattern, option = getattr(self, key), f"--{key.replace('_', '-')}"
             try:
-                empty = re.compile(pattern).match("")
+                re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"{option}={pattern} is no regular expression: {error}") from None
-            if key == "whole" and pattern and empty:
-                raise ValueError(f"{option}={pattern} matches an empty text, which is no token")
+        if self.whole and re.match(self.whole, ""):
+            raise ValueError(f"--whole={self.whole} matches an empty text, which is no token")
 
 
 @dataclass(frozen=True)

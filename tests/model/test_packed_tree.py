@@ -395,10 +395,20 @@ def test_numbers_read_inside_the_model_come_back_where_they_were_asked_for():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def picked(model: nn.Module, rows: list[list[int]], wanted: torch.Tensor, chunks: int, temperature: float = 1.0):
+    """With the logits ``wanted``, in so many chunks, 0: in one piece."""
+    tree = pack_rows(rows)
+    if chunks:
+        count = min(chunks, tree.unique_tokens)
+        return frugal_outputs(model, tree, temperature, entropy=True, chunks=count, wanted=wanted)
+    logits = packed_forward(model, tree, wanted=wanted).logits[0]
+    return row_outputs(*tree_outputs(logits, tree, temperature, entropy=True, wanted=wanted), tree)
+
+
 @pytest.mark.parametrize("chunks", [0, 1, 5, 200])
 @pytest.mark.parametrize("seed", range(3))
 def test_logits_of_what_is_learned_alone_give_the_same_there(seed, chunks):
-    """Most tokens aren't learned, some of several rows in one of them only, and many chunks hold none. 0: in one piece."""
+    """Most tokens aren't learned, some of several rows in one of them only, and many chunks hold none."""
     rows, model = make_rows(seed), make_model()
     learned = torch.rand(sum(map(len, rows)), generator=torch.Generator().manual_seed(seed)) < 0.2
     before = torch.cat([F.pad(part[1:], (0, 1)) for part in learned.split([len(row) for row in rows])])
@@ -409,12 +419,7 @@ def test_logits_of_what_is_learned_alone_give_the_same_there(seed, chunks):
     model.lm_head.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
 
     def compute(model, rows, temperature):
-        if chunks:
-            count = min(chunks, tree.unique_tokens)
-            out = frugal_outputs(model, tree, temperature, entropy=True, chunks=count, wanted=wanted)
-        else:
-            logits = packed_forward(model, tree, wanted=wanted).logits[0]
-            out = row_outputs(*tree_outputs(logits, tree, temperature, entropy=True, wanted=wanted), tree)
+        out = picked(model, rows, wanted, chunks, temperature)
         assert sum(computed) == len(wanted)
         return out.log_probs * before, out.entropy * before
 
@@ -429,11 +434,7 @@ def test_nothing_learned_gives_zeros_and_no_gradient(chunks):
     rows, model = make_rows(0), make_model()
     tree = pack_rows(rows)
     wanted = wanted_logits(tree, torch.zeros(tree.total_tokens, dtype=torch.bool))
-    if chunks:
-        out = frugal_outputs(model, tree, entropy=True, chunks=chunks, wanted=wanted)
-    else:
-        logits = packed_forward(model, tree, wanted=wanted).logits[0]
-        out = row_outputs(*tree_outputs(logits, tree, entropy=True, wanted=wanted), tree)
+    out = picked(model, rows, wanted, chunks)
     (out.log_probs.sum() + out.entropy.sum()).backward()
     assert not out.log_probs.any() and not out.entropy.any()
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)

@@ -70,7 +70,6 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         refuse_unsupported(model_config, engine_config)
         self.backend = os.environ.get(BACKEND, "auto")
         self.frugal = os.environ.get(FRUGAL, "auto")
-        self._picks_logits = True
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._tree: PackedTree | None = None
         self._wanted: torch.Tensor | None = None

@@ -193,7 +193,7 @@ class Prompter:
         if self.config.template == "bare":
             form = os.path.commonprefix([_PLACEHOLDER.split(action)[0].lower() for action in admissible or ()])
         count = 0
-        for token in action_ids:
+        for token in action_ids if form else ():
             spelt = self.decode(action_ids[: count + 1]).lstrip().lower()
             if token == self.end_of_turn_id or not form.startswith(spelt):
                 break

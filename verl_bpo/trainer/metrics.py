@@ -15,7 +15,7 @@ COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_t
 """Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
 
 BLIND = 0.05
-"""Nats."""
+"""Nats below which an entropy is next to 0."""
 
 
 def tree_metrics(batch: TreeBatch) -> dict[str, float]:

@@ -25,9 +25,8 @@ def decision_score(entropy: list[float], tokens: str, m: int, forced: int = 0) -
     """
     if not entropy:
         return 0.0
-    used = {"first": entropy[:1], "open": entropy[forced:][:1] or entropy[-1:], "first_m": entropy[:m], "all": entropy}[
-        tokens
-    ]
+    at = min(forced, len(entropy) - 1)  # a sample may be cut inside the form
+    used = {"first": entropy[:1], "open": [entropy[at]], "first_m": entropy[:m], "all": entropy}[tokens]
     return float(sum(used) / len(used))
 
 

@@ -79,16 +79,12 @@ def cut_tree(tree: PackedTree, count: int, wanted: torch.Tensor | None = None) -
     if not 1 <= count <= tokens:
         raise ValueError(f"{tokens} tokens can't be cut into {count} chunks")
     device = tree.token_ids.device
-    depth, parent, end, paths = (
-        x.cpu().numpy() for x in (tree.position_ids, tree.parent, tree.subtree_end, tree.path_index)
-    )
+    depth, end, paths = (x.cpu().numpy() for x in (tree.position_ids, tree.subtree_end, tree.path_index))
     node_bounds, path_starts = tree.cu_nodes.tolist(), tree.cu_paths.tolist()
-    sources = np.arange(tokens) if wanted is None else wanted.cpu().numpy()
-    place = np.full(tokens + 1, -1)  # its last entry is that of tokens without a parent
-    place[sources] = np.arange(len(sources))
-    edges_of = np.flatnonzero(place[parent] >= 0)
-    by_parent = edges_of[np.argsort(parent[edges_of], kind="stable")]
-    parents = parent[by_parent]
+    targets, sources = (x.cpu().numpy() for x in tree.edges(wanted))
+    by_source = np.argsort(sources, kind="stable")
+    targets, sources = targets[by_source], sources[by_source]
+    with_logits = np.arange(tokens) if wanted is None else wanted.cpu().numpy()
     bounds = [i * tokens // count for i in range(count + 1)]
 
     def tensor(values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -105,8 +101,8 @@ def cut_tree(tree: PackedTree, count: int, wanted: torch.Tensor | None = None) -
             outside = int(np.searchsorted(path, start))  # a prefix of the past
             pieces.append(np.concatenate([np.arange(outside), path[outside:] - start + len(past)]))
         lengths = [len(p) for p in pieces]
-        low, high = np.searchsorted(parents, [start, stop])
-        first_wanted, end_wanted = np.searchsorted(sources, [start, stop])
+        mine, others = np.searchsorted(with_logits, [start, stop])
+        low, high = np.searchsorted(sources, [mine, others])
         chunks.append(
             Chunk(
                 start=start,
@@ -120,9 +116,9 @@ def cut_tree(tree: PackedTree, count: int, wanted: torch.Tensor | None = None) -
                 cu_paths=tensor(np.concatenate([[0], np.cumsum(lengths)]), torch.int32),
                 node_lengths=tuple(np.diff(edges).tolist()),
                 path_lengths=tuple(lengths),
-                wanted=tensor(sources[first_wanted:end_wanted]),
-                targets=tensor(by_parent[low:high]),
-                sources=tensor(place[parents[low:high]] - first_wanted),
+                wanted=tensor(with_logits[mine:others]),
+                targets=tensor(targets[low:high]),
+                sources=tensor(sources[low:high] - mine),
             )
         )
     return chunks

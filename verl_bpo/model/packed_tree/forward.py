@@ -95,14 +95,9 @@ def tree_outputs(
         log_probs: (N,), 0 for tokens without a parent, or whose parent isn't wanted.
         entropy: (N,), 0 at tokens that aren't wanted, or None.
     """
-    edges = (tree.parent >= 0).nonzero()[:, 0]
-    sources = tree.parent[edges]
-    if wanted is not None:
-        place = torch.full_like(tree.parent, -1).index_copy(0, wanted, torch.arange(len(wanted), device=wanted.device))
-        inside = place[sources] >= 0
-        edges, sources = edges[inside], place[sources[inside]]
-    chosen, entropies = edge_outputs(logits, sources, tree.token_ids[edges], temperature, entropy)
-    log_probs = chosen.new_zeros(tree.unique_tokens).index_put((edges,), chosen)
+    targets, sources = tree.edges(wanted)
+    chosen, entropies = edge_outputs(logits, sources, tree.token_ids[targets], temperature, entropy)
+    log_probs = chosen.new_zeros(tree.unique_tokens).index_put((targets,), chosen)
     if entropies is not None and wanted is not None:
         entropies = entropies.new_zeros(tree.unique_tokens).index_put((wanted,), entropies)
     return log_probs, entropies

@@ -111,7 +111,6 @@ class _Walk:
         self.model, self.tree, self.temperature, self.entropy = model, tree, temperature, entropy
         self.backend, self.reads, self.sync = backend, reads, sync
         self.chunks = cut_tree(tree, chunks, wanted)
-        self.all_wanted = wanted is None
         kind = tree.token_ids.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self.memory: ByLayer = {}
@@ -201,7 +200,7 @@ class _Walk:
         if self.reads:
             inside = [torch.searchsorted(chunk.wanted, p[self._read_at(chunk, p)]) for p in self.reads.positions]
             self.reads.begin(tuple(inside), len(chunk.wanted))
-        wanted = None if self.all_wanted else chunk.wanted - chunk.start
+        wanted = None if len(chunk.wanted) == len(chunk.token_ids) else chunk.wanted - chunk.start
         logits = self.model(**model_inputs(chunk, self.backend, memory, wanted), use_cache=False).logits[0]
         tokens = self.tree.token_ids[chunk.targets]
         log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy)

@@ -52,6 +52,17 @@ class PackedTree:
     def total_tokens(self) -> int:
         return self.row_index.numel()
 
+    def edges(self, wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(E,) packed tokens that the tokens ``wanted`` (K,) predict, None standing for all N; (E,) which of these predicts
+        each."""
+        targets = (self.parent >= 0).nonzero()[:, 0]
+        sources = self.parent[targets]
+        if wanted is None:
+            return targets, sources
+        place = torch.full_like(self.parent, -1).index_copy(0, wanted, torch.arange(len(wanted), device=wanted.device))
+        inside = place[sources] >= 0
+        return targets[inside], place[sources[inside]]
+
     @property
     def compute_ratio(self) -> float:
         """Unique over total tokens: the ideal cost relative to the rows."""
