@@ -34,7 +34,7 @@ setup(
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
-        "verl.plugins": ["verl_bpo = verl_bpo.plugin"],
-        "console_scripts": ["verl-bpo = verl_bpo.cli:main"],
+        "verl.plugins": ["verl_bpo = verl_bpo.integration.plugin"],
+        "console_scripts": ["verl-bpo = verl_bpo.commands.main:main"],
     },
 )

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import episodes
 
-from verl_bpo.envs.alfworld import AlfworldEnvironment
-from verl_bpo.envs.make_alfworld import make_alfworld_games
+from verl_bpo.envs.alfworld.environment import AlfworldEnvironment
+from verl_bpo.envs.alfworld.generate import make_alfworld_games
 from verl_bpo.sandbox.base import Observation
 
 RESULT = Path(__file__).with_name("results") / "alfworld_episodes.json"

@@ -28,8 +28,8 @@ import textworld
 import textworld.gym
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
 
-from verl_bpo.envs import fast_textworld
-from verl_bpo.envs.alfworld import AlfworldEnvironment, _data_folder
+from verl_bpo.envs.alfworld import fast_pddl
+from verl_bpo.envs.alfworld.environment import AlfworldEnvironment, _data_folder
 
 RESULT = Path(__file__).with_name("results") / "alfworld_speed.json"
 
@@ -70,7 +70,7 @@ def play(
     """Play one game in both; returns comparisons made, wins seen, and what differed."""
     original = open_original(path)
     (text,), infos = clock.time("original reset", original.reset)
-    fast_textworld._load_game.cache_clear()
+    fast_pddl._load_game.cache_clear()
     clock.time("reset, first of a game", environment.reset, path)
     observation = clock.time("reset, known game", environment.reset, path)
     name = "/".join(Path(path).parts[-3:-1])

@@ -28,8 +28,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from verl_bpo.platform.generator import Completion, ContinuousBatcher
-from verl_bpo.platform.sampling import SamplingParams
+from verl_bpo.generation.generator import Completion, ContinuousBatcher
+from verl_bpo.generation.sampling import SamplingParams
 
 VOCABULARY = 4096
 RESULTS = Path(__file__).parent / "results" / "generator_speed.json"

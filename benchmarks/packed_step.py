@@ -41,7 +41,7 @@ def batch(trees: list[Any]) -> Any:
     import torch
     from tensordict import TensorDict
 
-    from verl_bpo.rollout.rows import tree_rows
+    from verl_bpo.tree.rows import tree_rows
 
     rows = [row for tree in trees for row in tree_rows(tree)]
     fields: dict[str, list] = {
@@ -68,7 +68,7 @@ def engine_seconds(model: str, trees: list[dict], repeats: int) -> dict[str, dic
     from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    from verl_bpo.trainer.losses import policy_loss
+    from verl_bpo.integration.losses import policy_loss
     from verl_bpo.tree.topology import Tree
 
     torch.set_num_threads(1)

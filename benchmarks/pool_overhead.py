@@ -23,7 +23,7 @@ from pathlib import Path
 import ray
 
 from verl_bpo.config.schema import EnvConfig, PlacementConfig
-from verl_bpo.rollout.pools import Pools
+from verl_bpo.generation.pools import Pools
 
 HERE = Path(__file__)
 RESULT = HERE.with_name("results") / "pool_overhead.json"

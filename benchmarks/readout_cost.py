@@ -23,10 +23,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl_bpo.advantages.sapo import turn_boundaries
+from verl_bpo.generation.generator import ContinuousBatcher
+from verl_bpo.generation.sampling import SamplingParams
+from verl_bpo.integration.vllm import READOUT, StateValues
 from verl_bpo.model.value_readout import attach_value_readout, boundary_positions
-from verl_bpo.platform.generator import ContinuousBatcher
-from verl_bpo.platform.sampling import SamplingParams
-from verl_bpo.platform.vllm import READOUT, StateValues
 
 RESULTS = Path(__file__).parent / "results" / "readout_cost.json"
 ROWS, TURNS, ACTION, OBSERVATION, PROMPT = 4, 10, 8, 56, 64

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_bpo.sandbox import Environment, MemorySandbox, Nursery, Observation, ReplaySandbox, Sandbox, SandboxError
-from verl_bpo.sandbox.overlay import Shell
+from verl_bpo.shells.local import Shell
 
 RESULT = Path(__file__).with_name("results") / "sandbox_speed.json"
 

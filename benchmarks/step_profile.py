@@ -43,7 +43,7 @@ def train(name: str, overrides: list[str], root: Path, model: Path, steps: int) 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "metrics.jsonl"
         command = [
-            sys.executable, "-m", "verl_bpo.trainer.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
+            sys.executable, "-m", "verl_bpo.integration.main", "--config-dir", str(REPOSITORY / "recipes/quickstart"),
             "--config-name", "quickstart", f"root={root}", f"name=profile-{name}",
             f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}",
             f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from episodes import memory_mib
 
-from verl_bpo.envs.webshop import WebshopEnvironment
 from verl_bpo.envs.webshop.catalogue import INSTRUCTION_FILES, PRODUCT_FILES
+from verl_bpo.envs.webshop.environment import WebshopEnvironment
 
 RESULT = Path(__file__).with_name("results") / "webshop_catalogue.json"
 FULL = 1_181_436

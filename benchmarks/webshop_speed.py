@@ -26,7 +26,7 @@ from pathlib import Path
 import episodes
 from episodes import memory_mib
 
-from verl_bpo.envs.webshop import WebshopEnvironment
+from verl_bpo.envs.webshop.environment import WebshopEnvironment
 from verl_bpo.sandbox.base import Observation
 
 RESULT = Path(__file__).with_name("results") / "webshop_speed.json"

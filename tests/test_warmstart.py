@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from verl_bpo import warmstart as ws
-from verl_bpo.platform.generator import ContinuousBatcher
-from verl_bpo.rollout.prompting import PromptConfig, Prompter
+from verl_bpo.generation.generator import ContinuousBatcher
 from verl_bpo.sandbox.base import Environment, Observation
+from verl_bpo.tree.prompting import PromptConfig, Prompter
 
 COLOURS = ("blue", "green", "red", "white")
 

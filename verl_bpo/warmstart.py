@@ -2,7 +2,7 @@
 
 Reinforcement learning from sparse rewards needs a policy that already succeeds now and then. Here a small model is
 built from nothing (or a given one is loaded) and taught by the games' own walkthroughs until it does. The conversations
-are those of :mod:`verl_bpo.rollout.prompting`, token for token: the policy meets in rollouts what it was taught on.
+are those of :mod:`verl_bpo.tree.prompting`, token for token: the policy meets in rollouts what it was taught on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from verl_bpo.platform.sampling import SamplingParams
-from verl_bpo.rollout.prompting import PromptConfig, Prompter
+from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.sandbox.base import Environment, Observation, is_won
+from verl_bpo.tree.prompting import PromptConfig, Prompter
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and `verl-bpo --help` reads the options below
-    from verl_bpo.platform.generator import Completion, ContinuousBatcher
+    from verl_bpo.generation.generator import Completion, ContinuousBatcher
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -430,7 +430,7 @@ def teach(
     Returns:
         ``steps``, ``loss`` (mean over the last ``check_every`` steps), ``measured`` (the last one).
     """
-    from verl_bpo.platform.generator import ContinuousBatcher
+    from verl_bpo.generation.generator import ContinuousBatcher
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     lost = (1 - options.decay) / options.steps  # a step
@@ -482,7 +482,7 @@ def warmstart(options: WarmstartOptions, out: str | Path, data: str | None = Non
     Raises:
         ValueError: too few games, no base model, or ``out`` holds something else; the message says what to do.
     """
-    from verl_bpo.envs import list_tasks, load_environment
+    from verl_bpo.sandbox.loading import list_tasks, load_environment
 
     out = Path(out).expanduser()
     environment_class = load_environment(options.env)
@@ -621,8 +621,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run ``verl-bpo warmstart``; returns the exit status."""
-    from verl_bpo.envs import EnvironmentUnavailable
     from verl_bpo.sandbox.base import SandboxError
+    from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
     try:
         prompt = PromptConfig(**{option.name: getattr(args, option.name) for option in fields(PromptConfig)})

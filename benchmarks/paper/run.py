@@ -38,7 +38,7 @@ QUICK = ("methods", "ablations")
 ALL = (*QUICK, "long", "alfworld_small")
 SPLITS = {"alfworld": ("train", "valid_seen"), "webshop": ("train", "test")}
 """Of the environments whose tasks to train on and to hold out aren't called train and valid."""
-COMMAND = [sys.executable, "-m", "verl_bpo.cli"]
+COMMAND = [sys.executable, "-m", "verl_bpo.commands.main"]
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "vllm", "TransferQueue", "textworld", "alfworld")
 
 
@@ -109,7 +109,7 @@ def _must(*words: Any) -> None:
 
 def training_arguments(run: Run, folder: Path, start: tuple[Path, Path] | None) -> list[str]:
     """Arguments of ``verl-bpo train``. ``start``: what :func:`prepare` returned, for ``quickstart`` runs."""
-    from verl_bpo.dry_run import recipe_arguments
+    from verl_bpo.commands.dry_run import recipe_arguments
 
     own = [f"trainer.default_local_dir={folder / 'checkpoints'}", "trainer.resume_mode=auto", f"bpo.seed={run.seed}"]
     if run.env_steps is not None:
@@ -203,7 +203,7 @@ def resolved_config(run: Run, arguments: list[str]) -> Any:
     Raises:
         ValueError: names the first problem.
     """
-    from verl_bpo.dry_run import dry_run
+    from verl_bpo.commands.dry_run import dry_run
 
     found = dry_run(arguments, folder=REPOSITORY)
     if found.problems or found.config is None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.rollout.rows import topology
-from verl_bpo.trainer.forest import build_batch
+from verl_bpo.tree.forest import build_batch
+from verl_bpo.tree.rows import topology
 from verl_bpo.tree.topology import ROOT, Node, Tree
 from verl_bpo.warmstart import make_model, make_tokenizer
 

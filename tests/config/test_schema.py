@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_bpo.cli import config_table
+from verl_bpo.commands.main import config_table
 from verl_bpo.config import schema
 from verl_bpo.config.schema import ConfigError, build
 

@@ -4,8 +4,8 @@ import os
 import signal
 import threading
 
-from verl_bpo.envs import load_environment
 from verl_bpo.sandbox import Environment
+from verl_bpo.sandbox.loading import load_environment
 
 LettersGame: type[Environment] = load_environment(f"{os.path.dirname(__file__)}/letters_game.py:LettersGame")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_training import LETTERS, QUICKSTART, REPOSITORY, train
 
-from verl_bpo.data import write_prompts
+from verl_bpo.commands.data import write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
 )
 def test_what_no_rollout_can_mend_ends_the_run_in_one_line(worlds, overrides, message):
     command = [
-        sys.executable, "-m", "verl_bpo.cli", "train", *QUICKSTART, f"root={worlds}", *LETTERS,
+        sys.executable, "-m", "verl_bpo.commands.main", "train", *QUICKSTART, f"root={worlds}", *LETTERS,
         "bpo.branch.threshold=0.0", "bpo.env.max_turns=4",
         "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.val_before_train=false",
         "trainer.total_training_steps=1", "trainer.logger=[console]", *overrides,

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from test_training import LETTERS, QUICKSTART, _plain, assert_same_policy_in_engine_and_trainer, parameters, train
 
-from verl_bpo.dry_run import dry_run
+from verl_bpo.commands.dry_run import dry_run
 
 SAPO = (
     "data.train_files=${root}/letters.parquet",

@@ -11,9 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from verl_bpo.dry_run import dry_run
-from verl_bpo.evaluate import options_from
-from verl_bpo.rollout.rows import tree_rows
+from verl_bpo.commands.dry_run import dry_run
+from verl_bpo.commands.evaluate import options_from
+from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import Tree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -22,7 +22,8 @@ QUICKSTART = ("--config-dir", str(REPOSITORY / "recipes/quickstart"), "--config-
 
 def warm_start(games: Path, out: Path, steps: int) -> None:
     command = [
-        sys.executable, "-m", "verl_bpo.cli", "warmstart", "--out", str(out), "--data", str(games), "--hidden-size", "64",
+        sys.executable, "-m", "verl_bpo.commands.main", "warmstart",
+        "--out", str(out), "--data", str(games), "--hidden-size", "64",
         "--layers", "2", "--heads", "2", "--steps", str(steps), "--held-out", "2", "--check-every", str(steps),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
@@ -33,7 +34,8 @@ def train(root: Path, name: str, *overrides: str) -> list[dict]:
     """Run the trainer as a user does; returns the metrics of every step."""
     log = root / f"{name}.jsonl"
     command = [
-        sys.executable, "-m", "verl_bpo.trainer.main", *QUICKSTART, f"root={root}", f"name={name}", "data.train_batch_size=2",
+        sys.executable, "-m", "verl_bpo.integration.main", *QUICKSTART, f"root={root}", f"name={name}",
+        "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "actor_rollout_ref.actor.entropy_coeff=0.01", "bpo.env.max_turns=4", *overrides,
     ]  # fmt: skip
@@ -133,7 +135,7 @@ def test_costs_are_counted_from_the_start_of_training(bpo_run):
 
 def test_dumped_trees_give_the_advantages_that_were_trained_on(root, bpo_run):
     done = subprocess.run(
-        [sys.executable, "-m", "verl_bpo.cli", "report", "recompute", str(root / "dump")],
+        [sys.executable, "-m", "verl_bpo.commands.main", "report", "recompute", str(root / "dump")],
         capture_output=True,
         text=True,
     )
@@ -191,7 +193,7 @@ def test_bad_config_is_found_before_anything_starts(root, override, message):
 
 
 def test_a_run_stops_at_a_bad_config_before_ray_with_one_line(root):
-    command = [sys.executable, "-m", "verl_bpo.trainer.main", *QUICKSTART, f"root={root}", "bpo.branch.forks=0"]
+    command = [sys.executable, "-m", "verl_bpo.integration.main", *QUICKSTART, f"root={root}", "bpo.branch.forks=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     assert done.returncode != 0
     assert "verl_bpo: bpo.branch.forks=0 must be at least 1" in done.stderr

@@ -6,10 +6,10 @@ import random
 import threading
 from pathlib import Path
 
-from verl_bpo.envs.shell import SUBMIT, ShellEnvironment
 from verl_bpo.sandbox import VOLATILE
 from verl_bpo.sandbox.base import Environment, Observation
-from verl_bpo.sandbox.overlay import Shell
+from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
+from verl_bpo.shells.local import Shell
 
 
 class Counter(Environment):

@@ -21,8 +21,8 @@ from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
 from textworld.envs.pddl import logic as pddl_logic
 from textworld.envs.pddl import pddl, textgen
 
-from verl_bpo.envs import fast_textworld
-from verl_bpo.envs.alfworld import TASK_TYPES, AlfworldEnvironment
+from verl_bpo.envs.alfworld import fast_pddl
+from verl_bpo.envs.alfworld.environment import TASK_TYPES, AlfworldEnvironment
 from verl_bpo.sandbox.base import SandboxError, TaskError
 
 GOAL = "put a clean apple in fridge"
@@ -262,7 +262,7 @@ def test_resets_in_parallel_threads_agree_and_leave_stdout_and_argv_alone(game):
         environment.close()
         return walk
 
-    fast_textworld._load_game.cache_clear()
+    fast_pddl._load_game.cache_clear()
     with ThreadPoolExecutor(4) as pool:
         walks = list(pool.map(play, range(8)))
     assert all(walk == walks[0] for walk in walks)
@@ -358,7 +358,7 @@ def test_missing_split_says_where_and_what_to_do(monkeypatch, tmp_path):
 OPEN_AND_CLOSE = """
 import sys, tempfile
 from pathlib import Path
-from verl_bpo.envs.alfworld import AlfworldEnvironment
+from verl_bpo.envs.alfworld.environment import AlfworldEnvironment
 
 tempfile.tempdir = sys.argv[2]
 

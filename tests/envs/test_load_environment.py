@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from verl_bpo.envs import ENVIRONMENTS, EnvironmentUnavailable, environment_status, load_environment
 from verl_bpo.sandbox import Environment
+from verl_bpo.sandbox.loading import EnvironmentUnavailable, built_in_environments, environment_status, load_environment
 
 OWN = """
 from verl_bpo.sandbox import Environment, Observation
@@ -76,7 +76,7 @@ def test_a_file_that_fails_to_load_is_told_and_tried_again(own_file):
 
 def test_a_missing_dependency_of_a_built_in_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "textworld", None)
-    monkeypatch.delitem(sys.modules, "verl_bpo.envs.textworld", raising=False)
+    monkeypatch.delitem(sys.modules, "verl_bpo.envs.textworld.environment", raising=False)
     for name in [m for m in sys.modules if m.startswith("textworld.")]:
         monkeypatch.setitem(sys.modules, name, None)
     usable, reason = environment_status("textworld")
@@ -84,5 +84,5 @@ def test_a_missing_dependency_of_a_built_in_names_the_install_command(monkeypatc
 
 
 def test_every_built_in_environment_is_described():
-    assert {"textworld", "alfworld"} <= set(ENVIRONMENTS)
-    assert all(ENVIRONMENTS.values())
+    assert {"textworld", "alfworld"} <= set(built_in_environments())
+    assert all(built_in_environments().values())

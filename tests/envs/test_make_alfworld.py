@@ -13,9 +13,9 @@ pytest.importorskip("alfworld")
 
 from alfworld.gen import constants
 
-from verl_bpo.data import read_record, write_prompts
-from verl_bpo.envs.alfworld import TASK_TYPES, AlfworldEnvironment
-from verl_bpo.envs.make_alfworld import FEW_RECEPTACLES, KINDS, make_alfworld_games
+from verl_bpo.commands.data import read_record, write_prompts
+from verl_bpo.envs.alfworld.environment import TASK_TYPES, AlfworldEnvironment
+from verl_bpo.envs.alfworld.generate import FEW_RECEPTACLES, KINDS, make_alfworld_games
 
 COUNTS = {"train": 18, "valid_seen": 6, "valid_unseen": 6}
 
@@ -72,7 +72,7 @@ def test_unseen_rooms_are_apart_from_train_rooms(games):
 
 def test_the_same_seed_gives_the_same_bytes_in_every_process(games, tmp_path):
     script = (
-        "from verl_bpo.envs.make_alfworld import make_alfworld_games as m; import sys; "
+        "from verl_bpo.envs.alfworld.generate import make_alfworld_games as m; import sys; "
         f"m(sys.argv[1], {COUNTS}, seed=3, progress=False)"
     )
     environment = {"PYTHONHASHSEED": "11", "PATH": "", "PYTHONPATH": ":".join(sys.path)}

@@ -1,16 +1,12 @@
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 from shells import need_isolation
 
-from verl_bpo.envs import load_environment
-from verl_bpo.envs.make_repairs import FUNCTIONS, make_repairs
-from verl_bpo.envs.shell import SUBMIT, read_command, shorten
+from verl_bpo.envs.repair.generate import FUNCTIONS, make_repairs
 from verl_bpo.sandbox import MemorySandbox, SandboxPool, TaskError
+from verl_bpo.sandbox.loading import load_environment
+from verl_bpo.shells.environment import SUBMIT, read_command, shorten
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,16 @@
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 from shells import need_isolation
 
-from verl_bpo.envs.shell import SUBMIT
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
 from verl_bpo.envs.swebench.prepare import PrepareError, load_rows, prepare
 from verl_bpo.envs.swebench.scoring import grade, judged_changes, patched_files
 from verl_bpo.sandbox import MemorySandbox, TaskError
+from verl_bpo.shells.environment import SUBMIT
 
 INSTANCES = ("pallets__flask-5014", "pytest-dev__pytest-10081", "sympy__sympy-24443")
 needs_package = pytest.mark.skipif(

@@ -13,14 +13,14 @@ import pytest
 from test_swebench import play
 
 from verl_bpo.config.schema import build
-from verl_bpo.envs.make_repairs import make_repairs
+from verl_bpo.envs.repair.generate import make_repairs
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
 from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.prepare import load_rows, prepare
 from verl_bpo.envs.swebench.prepare import test_command as command_of
-from verl_bpo.rollout.pools import Pools, environment_kwargs
+from verl_bpo.generation.pools import Pools, environment_kwargs
 from verl_bpo.sandbox import MemorySandbox, SandboxError, TaskError
-from verl_bpo.sandbox.container import ContainerConfig, _myself, has_image, reclaim, remove_image
+from verl_bpo.shells.container import ContainerConfig, _myself, has_image, reclaim, remove_image
 
 ENGINE = os.environ.get("VERL_BPO_CONTAINER_ENGINE", "podman --runtime runc --cgroup-manager=cgroupfs")
 FLASK = "pallets__flask-5014"

@@ -16,9 +16,9 @@ from textworld import EnvInfos, GameMaker, GameOptions
 from textworld.envs.tw import TextWorldEnv
 from textworld.generator.game import Event, Game, GameProgression, Quest
 
-from verl_bpo.envs import make_games
-from verl_bpo.envs.make_games import LEVELS, make_textworld_games
-from verl_bpo.envs.textworld import TextworldEnvironment
+from verl_bpo.envs.textworld import generate as make_games
+from verl_bpo.envs.textworld.environment import TextworldEnvironment
+from verl_bpo.envs.textworld.generate import LEVELS, make_textworld_games
 from verl_bpo.sandbox import TaskError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -353,8 +353,8 @@ def test_a_random_policy_sometimes_wins_in_twelve_steps(houses, level, low, high
 SCRIPT = """
 import hashlib, random, sys
 from pathlib import Path
-from verl_bpo.envs.make_games import make_textworld_games
-from verl_bpo.envs.textworld import TextworldEnvironment
+from verl_bpo.envs.textworld.generate import make_textworld_games
+from verl_bpo.envs.textworld.environment import TextworldEnvironment
 folder = make_textworld_games(sys.argv[1], {"train": 4, "valid": 2}, seed=5, level=4, progress=False)
 seen = hashlib.sha256()
 for path in sorted(folder.glob("*/*.json")):

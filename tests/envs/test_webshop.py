@@ -16,8 +16,8 @@ pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_b
 
 from four_products import INSTRUCTIONS, PRODUCTS
 
-from verl_bpo.data import write_prompts
-from verl_bpo.envs.webshop import WebshopEnvironment, catalogue, nouns, pages, search
+from verl_bpo.commands.data import write_prompts
+from verl_bpo.envs.webshop.environment import WebshopEnvironment, catalogue, nouns, pages, search
 from verl_bpo.envs.webshop.goals import Goals, sampling_weights
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import TaskError

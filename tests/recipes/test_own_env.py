@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from verl_bpo.envs import load_environment
 from verl_bpo.sandbox import MemorySandbox
+from verl_bpo.sandbox.loading import load_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def test_the_readme_shows_the_example_as_it_is():
 
 
 def test_the_readme_lists_every_key():
-    from verl_bpo.cli import config_table
+    from verl_bpo.commands.main import config_table
 
     readme = (REPOSITORY / "README.md").read_text()
     assert [key for key, _, _ in config_table() if f"`{key}`" not in readme] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from verl_bpo.dry_run import dry_run, recipe_arguments, render
+from verl_bpo.commands.dry_run import dry_run, recipe_arguments, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("recipes/*/*/run_*.sh"))
@@ -95,8 +95,8 @@ def test_missing_data_is_named_with_the_command_that_makes_it(monkeypatch):
 
 
 def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
-    from verl_bpo.data import write_prompts
-    from verl_bpo.envs.make_alfworld import make_alfworld_games
+    from verl_bpo.commands.data import write_prompts
+    from verl_bpo.envs.alfworld.generate import make_alfworld_games
 
     monkeypatch.setenv("ALFWORLD_DATA", str(make_alfworld_games(tmp_path / "games", progress=False, counts=SOME)))
     monkeypatch.setenv("DATA", str(tmp_path))
@@ -157,7 +157,7 @@ def test_a_key_misspelt_in_a_yaml_file_is_found(tmp_path):
 
 
 def test_the_command_takes_hydras_options_in_any_order(capsys, monkeypatch, tmp_path):
-    from verl_bpo import cli
+    from verl_bpo.commands import main as cli
 
     monkeypatch.chdir(REPOSITORY)
     arguments = "bpo.seed=7 --config-dir recipes/quickstart --dry-run --config-name quickstart --gpu-memory 24 "

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.rollout.rows import topology
-from verl_bpo.trainer.forest import build_batch
+from verl_bpo.tree.forest import build_batch
+from verl_bpo.tree.rows import topology
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 PLACES = ["fridge 1", "cabinet 3", "sink basin", "desk 1", "garbage can", "drawer 2", "microwave"]

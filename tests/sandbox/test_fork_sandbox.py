@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.sandbox import Nursery, SandboxCrashed, SandboxError, SandboxPool, SnapshotUnsupported
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
 WORLDS = Path(__file__).with_name("sandbox_worlds.py")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_bpo.envs import EnvironmentUnavailable
 from verl_bpo.sandbox import SandboxCrashed, SandboxError, SandboxPool, SandboxTimeout, SnapshotUnsupported, TaskError
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
 WORLDS = Path(__file__).with_name("sandbox_worlds.py")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_bpo.rollout.rows import topology, tree_rows
+from verl_bpo.tree.rows import topology, tree_rows
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 

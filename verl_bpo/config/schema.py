@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from verl_bpo.rollout.prompting import PromptConfig
-from verl_bpo.sandbox.container import ContainerConfig
+from verl_bpo.shells.container import ContainerConfig
+from verl_bpo.tree.prompting import PromptConfig
 
 
 class ConfigError(ValueError):

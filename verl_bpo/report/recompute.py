@@ -9,8 +9,8 @@ import numpy as np
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.report.dump import Dump, TreeAdvantages, TreeRecord
-from verl_bpo.rollout.rows import topology
-from verl_bpo.trainer.forest import build_batch
+from verl_bpo.tree.forest import build_batch
+from verl_bpo.tree.rows import topology
 
 TOLERANCE = 1e-6
 """Largest difference that the order of a sum may make."""

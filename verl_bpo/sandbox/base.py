@@ -77,6 +77,9 @@ class Environment(ABC):
     volatile: ClassVar[Mapping[str, str]] = {}
     """What observations may differ in all the same: name -> regular expression, see :mod:`verl_bpo.sandbox.volatile`."""
 
+    runs_commands: ClassVar[bool] = False
+    """Whether it acts by shell commands, so that ``bpo.env.execution`` says where they run."""
+
     @abstractmethod
     def reset(self, task: str, seed: int = 0) -> Observation:
         """Open ``task`` (an id or a path that this environment understands).

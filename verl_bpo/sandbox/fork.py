@@ -218,7 +218,7 @@ _START = (
 
 def serve(env: str, env_kwargs: dict[str, Any], descriptor: int) -> None:
     """The nursery's whole life."""
-    from verl_bpo.envs import EnvironmentUnavailable, load_environment  # envs imports this package
+    from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_environment
     from verl_bpo.sandbox.worker import from_exception
 
     os.dup2(2, 1)  # what environments print is no result

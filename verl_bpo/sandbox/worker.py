@@ -29,6 +29,7 @@ from verl_bpo.sandbox.base import (
     TaskError,
 )
 from verl_bpo.sandbox.fork import ForkSandbox, Nursery
+from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.replay import ReplaySandbox
 from verl_bpo.sandbox.scratch import Scratch
@@ -53,7 +54,6 @@ class _Server:
 
     def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> dict[str, str]:
         """Get ready for worlds of an environment; what it declares as volatile."""
-        from verl_bpo.envs import EnvironmentUnavailable, load_environment  # envs imports this package
 
         self._backend = backend
         if backend == "fork":
@@ -305,7 +305,6 @@ def read_answer(answer: bytes, operation: str) -> Any:
 
 def from_exception(error: BaseException) -> tuple[str, str]:
     """An exception as names and text: classes of an environment's own may not exist on the other side."""
-    from verl_bpo.envs import EnvironmentUnavailable
 
     if isinstance(error, EnvironmentUnavailable):
         return "EnvironmentUnavailable", str(error)
@@ -318,6 +317,5 @@ def from_exception(error: BaseException) -> tuple[str, str]:
 
 
 def to_exception(kind: str, message: str) -> Exception:
-    from verl_bpo.envs import EnvironmentUnavailable
 
     return EnvironmentUnavailable(message) if kind == "EnvironmentUnavailable" else _ERRORS[kind](message)

@@ -1,5 +1,4 @@
-"""SWE-bench (https://www.swebench.com): repair a real repository so that its hidden tests pass."""
+"""SWE-bench: real repositories, repaired by shell commands; get some ready with `verl-bpo prepare swebench`."""
 
-from verl_bpo.envs.swebench.environment import SwebenchEnvironment
-
-__all__ = ["SwebenchEnvironment"]
+ENVIRONMENT = "environment:SwebenchEnvironment"
+INSTALL = "pip install verl_bpo[swe]"

@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl_bpo.envs import shell
-from verl_bpo.envs.shell import SUBMIT, ShellEnvironment
 from verl_bpo.envs.swebench.scoring import Verdict, score
 from verl_bpo.sandbox.base import TaskError
-from verl_bpo.sandbox.container import ContainerShell, find_engine, has_image
-from verl_bpo.sandbox.overlay import Shell
+from verl_bpo.shells import environment as shell
+from verl_bpo.shells.container import ContainerShell, find_engine, has_image
+from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
+from verl_bpo.shells.local import Shell
 
 TESTBED = "/testbed"
 
@@ -35,7 +35,7 @@ class SwebenchEnvironment(ShellEnvironment):
     Args:
         score_timeout: seconds that the hidden tests may take. Keep ``bpo.env.step_timeout`` above it.
         observation, timeout, output_chars, limits, files, allow_unsafe, container: see
-            :class:`verl_bpo.envs.shell.ShellEnvironment`.
+            :class:`verl_bpo.shells.environment.ShellEnvironment`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ def open_shell(instance: dict[str, Any], **options: Any) -> Shell | ContainerShe
     """A shell in the instance's repository, with its Python first on the path.
 
     Args:
-        options: those of :func:`verl_bpo.envs.shell.open_shell`; ``container`` must be given for an instance that was
+        options: those of :func:`verl_bpo.shells.environment.open_shell`; ``container`` must be given for an instance that was
             prepared for containers, and for no other.
 
     Raises:

@@ -24,8 +24,8 @@ from verl_bpo.envs.swebench.environment import TESTBED, load_instance, open_shel
 from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.scoring import score
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.sandbox.container import ContainerConfig, find_engine, has_image, remove_image
-from verl_bpo.sandbox.overlay import Limits, find_bwrap
+from verl_bpo.shells.container import ContainerConfig, find_engine, has_image, remove_image
+from verl_bpo.shells.local import Limits, find_bwrap
 
 RELEASES = {
     "pytest-dev__pytest-10081": ("pytest==7.1.2",),

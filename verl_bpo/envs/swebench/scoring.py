@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.sandbox.container import ContainerShell
-from verl_bpo.sandbox.overlay import Shell
+from verl_bpo.shells.container import ContainerShell
+from verl_bpo.shells.local import Shell
 
 _CONFIGURATION = (
     "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",

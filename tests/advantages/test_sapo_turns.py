@@ -1,0 +1,144 @@
+"""What SAPO (Single-rollout Autoregressive Policy Optimization) makes of a batch of rollouts, single or trees."""
+
+import pytest
+import torch
+
+from verl_bpo.advantages.sapo import turn_boundaries
+from verl_bpo.advantages.sapo_turns import sapo_turns
+from verl_bpo.config.schema import ConfigError, SAPOConfig, build
+from verl_bpo.tree.forest import build_batch, spread
+from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.topology import ROOT, Node, Tree
+
+nan = float("nan")
+
+
+def chain(rewards, end="terminated"):
+    tree = Tree(prompt_ids=[1])
+    index = tree.add_trajectory()
+    parent = ROOT
+    for i, reward in enumerate(rewards):
+        last = i == len(rewards) - 1
+        parent = tree.add_node(
+            Node(parent, index, [5, 6], [-1.0] * 2, [0.5] * 2, [] if last else [7], reward=reward, score=0.5)
+        )
+    tree.trajectories[index].end = end
+    return tree
+
+
+def forked(trunk_end="terminated"):
+    """A trunk of two turns with returns 1, and two forks of one turn after its first with returns 0."""
+    tree = chain([0.0, 1.0], trunk_end)
+    for _ in range(2):
+        index = tree.add_trajectory(0)
+        tree.add_node(Node(0, index, [9], [-1.0], [0.5], reward=0.0, score=0.5))
+        tree.trajectories[index].end = "terminated"
+    return tree
+
+
+def batch(*trees):
+    records = {f"p_{i}": {"topology": topology(t), "counters": {}, "failures": []} for i, t in enumerate(trees)}
+    return build_batch(records, dict.fromkeys(records, "p"))
+
+
+def values(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+EXACT = dict(gamma=0.5, lam=1.0, normalise=False)
+
+
+def test_advantages_are_discounted_returns_minus_values():
+    v, q = values(0.1, 0.2, 0.3), values(0.4, 0.5, 0.6)
+    out, metrics = sapo_turns(batch(chain([1.0, 0.0, 2.0])), v, q, SAPOConfig(**EXACT))
+    torch.testing.assert_close(out["returns"], values(1.5, 1.0, 2.0))
+    torch.testing.assert_close(out["advantages"], values(1.4, 0.8, 1.7))
+    torch.testing.assert_close(out["action_targets"], values(1.25, 0.3, 2.0))
+    assert torch.equal(out["old_state_values"], v) and torch.equal(out["old_action_values"], q)
+    assert metrics["sapo/td_error"] == pytest.approx((0.85 + 0.2 + 1.4) / 3)
+    assert metrics["sapo/truncated_turns"] == 0
+
+
+def test_normalisation_is_over_the_turns_of_all_trajectories():
+    out, metrics = sapo_turns(
+        batch(chain([1.0]), chain([0.0, 0.0, 1.0])), values(0, 0, 0, 0), values(0, 0, 0, 0), SAPOConfig(gamma=0.0)
+    )
+    torch.testing.assert_close(out["advantages"], values(1.0, -1.0, -1.0, 1.0))
+    assert (metrics["sapo/advantage_mean"], metrics["sapo/advantage_std"]) == (0.5, 0.5)
+    assert metrics["sapo/degenerate"] == 0
+
+
+def test_a_truncated_trajectory_ends_there_or_goes_on_with_the_last_action_value():
+    trees = batch(chain([0.0, 0.0], "truncated"), chain([0.0], "terminated"))
+    v, q = values(0.2, 0.2, 0.2), values(0.6, 0.8, 0.7)
+    out, metrics = sapo_turns(trees, v, q, SAPOConfig(**EXACT, truncation="bootstrap"))
+    torch.testing.assert_close(out["returns"], values(0.2, 0.4, 0.0))
+    torch.testing.assert_close(out["action_targets"], values(0.4, 0.4, 0.0))
+    assert metrics["sapo/truncated_turns"] == pytest.approx(1 / 3)
+    out, _ = sapo_turns(trees, v, q, SAPOConfig(**EXACT))
+    torch.testing.assert_close(out["returns"], values(0.0, 0.0, 0.0))
+
+
+def test_a_turn_shared_by_several_leaves_counts_once_and_each_row_trains_its_own_turns():
+    tree = forked()
+    trees, rows = batch(tree), tree_rows(tree)
+    trained = [node for row in rows for node in row.nodes]
+    assert sorted(trained) == [0, 1, 2, 3]  # four turns, though three leaves run through the first
+    out, metrics = sapo_turns(trees, values(0, 0, 0, 0), values(0, 0, 0, 0), SAPOConfig(lam=1.0))
+    assert metrics["sapo/turns"] == 4
+    torch.testing.assert_close(out["returns"], values(1.0, 1.0, 0.0, 0.0))
+    torch.testing.assert_close(out["advantages"], values(1.0, 1.0, -1.0, -1.0))
+
+
+def test_turns_of_a_failed_trajectory_are_left_out():
+    trees = batch(forked("failed"))
+    out, metrics = sapo_turns(trees, values(nan, nan, 0.5, 0.1), values(nan, nan, 0.2, 0.2), SAPOConfig(**EXACT))
+    assert metrics["sapo/turns"] == 2
+    torch.testing.assert_close(out["advantages"], values(0.0, 0.0, -0.5, -0.1))
+
+
+@pytest.mark.parametrize("rewards", [[1.0], [0.0, 0.0], [1.0, 0.0]])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("truncation", ["terminal", "bootstrap"])
+def test_one_trajectory_and_one_turn_give_numbers(rewards, end, truncation):
+    zeros = torch.zeros(len(rewards), dtype=torch.float64)
+    out, metrics = sapo_turns(batch(chain(rewards, end)), zeros, zeros, SAPOConfig(truncation=truncation))
+    assert all(x.isfinite().all() for x in out.values()) and all(x == x for x in metrics.values())
+    assert metrics["sapo/degenerate"] == float(len(set(rewards)) == 1)
+
+
+def test_a_batch_without_a_turn_gives_no_number_that_is_not_one():
+    out, metrics = sapo_turns(batch(forked("failed")), *[torch.full((4,), nan, dtype=torch.float64)] * 2, SAPOConfig())
+    assert not any(x.any() for x in out.values())
+    assert metrics["sapo/degenerate"] == 1 and all(x == x for x in metrics.values())
+
+
+def test_a_row_leaves_the_boundaries_that_the_readout_finds():
+    """The trainer marks turns as rows.py cut them; the readout finds them in the marks."""
+    tree = forked()
+    for row in tree_rows(tree):
+        marks = spread(
+            torch.arange(1, len(row.nodes) + 1),
+            list(range(len(row.nodes))),
+            row.starts,
+            row.ends,
+            len(row.response_ids),
+        )
+        found = turn_boundaries((marks > 0).long()[None], marks[None])
+        assert found.start.tolist() == row.starts and (found.last + 1).tolist() == row.ends
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("lam", 1.5, r"bpo.sapo.lam=1.5 must lie in \[0, 1\]"),
+        ("bootstrap", "td", "bpo.sapo.bootstrap='td' is not one of sarsa, v"),
+        ("truncation", "cut", "is not one of bootstrap, terminal"),
+        ("v_coef", -1, "bpo.sapo.v_coef=-1.0 must be at least 0"),
+        ("value_clip", 0, "bpo.sapo.value_clip=0.0 must be above 0"),
+        ("head_lr", 0, "bpo.sapo.head_lr=0.0 must be above 0"),
+    ],
+)
+def test_a_bad_key_is_named(key, value, message):
+    with pytest.raises(ConfigError, match=message):
+        build({"sapo": {key: value}}, "plain")

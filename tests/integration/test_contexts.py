@@ -1,0 +1,203 @@
+"""The same tree trained as one row a leaf (``full``) and as one row a turn (``window``)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import trainer_base
+
+from verl_bpo.config.schema import build
+from verl_bpo.integration import tree_trainer
+from verl_bpo.integration.sapo_trainer import SAPOTrainer
+from verl_bpo.integration.tree_trainer import RowSpans, TreeTrainer
+from verl_bpo.tree.forest import build_batch
+from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.topology import ROOT, Node, Tree
+from verl_bpo.tree.trajectories import Trajectories
+
+
+def nested_tree() -> Tree:
+    """Two root samples; two forks after turn 0, one of which was lost; one fork of a fork. Actions of 1 to 3 tokens."""
+    tree, number = Tree(prompt_ids=[1, 2]), 0
+
+    def roll(parent: int, rewards: list[float], end: str = "terminated") -> None:
+        nonlocal number
+        index = tree.add_trajectory(parent)
+        for reward in rewards:
+            number += 1
+            length = 1 + number % 3
+            node = Node(parent, index, [number] * length, [-0.5] * length, [1.0] * length, [90, 91], reward=reward)
+            node.prompt_ids = [1, 2, 80 + number]
+            parent = tree.add_node(node)
+        tree.trajectories[index].end = end
+
+    roll(ROOT, [0.0, 0.2, 1.0])
+    roll(ROOT, [0.1, 0.0])
+    roll(0, [0.0, 0.7])
+    roll(0, [0.3], "failed")
+    roll(5, [0.4], "truncated")
+    return tree
+
+
+def per_turn(kind: type, windowed: bool, config) -> dict[str, list[list[float]]]:
+    """What a trainer mode puts on the tokens of every turn, by name and turn."""
+    tree = nested_tree()
+    rows = tree_rows(tree, windowed)
+    spans = [RowSpans(torch.tensor(r.response_mask), r.nodes, r.starts, r.ends) for r in rows]
+    record = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
+    trainer = object.__new__(kind)
+    trainer.bpo, trainer.global_steps = config, 1
+    estimator = "sapo" if kind is SAPOTrainer else "bpo"
+    trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator=estimator))
+    found = {}
+    trainer._put = lambda batch, masks, metrics, **values: found.update(values, mask=[m.float() for m in masks])
+    value = torch.randn(2, len(tree.nodes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    trainer._read = [[span.spread(x) for span in spans] for x in value]
+    trees = build_batch({"p_0": record}, {"p_0": "p"})
+    trainer._turn_advantage(SimpleNamespace(keys=["p_0_0"] * len(rows)), trees, spans, ["p"] * len(rows), {})
+    out = {}
+    for name, tokens in found.items():
+        turns = [[] for _ in tree.nodes]
+        for span, row in zip(spans, tokens):
+            assert not row[span.mask == 0].any()
+            for node, start, end in zip(span.nodes, span.starts, span.ends):
+                turns[node] += row[start:end].tolist()
+        out[name] = turns
+    return out
+
+
+@pytest.mark.parametrize("leaf_return", ["leaf", "tree_mean"])
+@pytest.mark.parametrize("weighting", ["uniform", "path_probability"])
+def test_bpo_gives_a_turn_the_same_advantage_in_both_contexts(leaf_return, weighting):
+    config = build({"advantage": {"leaf_return": leaf_return, "weighting": weighting}}, "paper")
+    full, window = (per_turn(TreeTrainer, windowed, config) for windowed in (False, True))
+    assert full == window
+    assert any(x for turn in full["advantages"] for x in turn)
+
+
+@pytest.mark.parametrize("truncation", ["terminal", "bootstrap"])
+def test_sapo_gives_a_turn_the_same_advantage_and_targets_in_both_contexts(truncation):
+    config = build({"sapo": {"truncation": truncation}}, "plain")
+    full, window = (per_turn(SAPOTrainer, windowed, config) for windowed in (False, True))
+    assert full == window
+    assert any(x for turn in full["advantages"] for x in turn)
+
+
+def test_every_usable_turn_is_trained_exactly_once_in_both_contexts():
+    tree = nested_tree()
+    usable = [i for i, node in enumerate(tree.nodes) if tree.trajectories[node.trajectory].usable]
+    for windowed in (False, True):
+        assert sorted(node for row in tree_rows(tree, windowed) for node in row.nodes) == usable
+
+
+def trajectories_of_two_prompts() -> dict[str, Tree]:
+    """Independent trajectories as verl's estimators take them, by session: three of one prompt, two of another, of 1 to 4
+    turns each."""
+    generator = torch.Generator().manual_seed(1)
+    trees = {}
+    for session, (turns, reward) in {
+        "a_0": (1, 1.0), "a_1": (4, 0.0), "a_2": (2, 0.5), "b_0": (3, 1.0), "b_1": (2, 0.25),
+    }.items():  # fmt: skip
+        tree, parent = Tree(prompt_ids=[1, 2]), ROOT
+        index = tree.add_trajectory(ROOT)
+        for turn in range(turns):
+            length = int(torch.randint(1, 4, (), generator=generator))
+            node = Node(parent, index, [7] * length, [-0.5] * length, [1.0] * length, [90, 91], reward=0.0)
+            node.prompt_ids, node.reward = [1, 2, 80 + turn], reward if turn == turns - 1 else 0.0
+            parent = tree.add_node(node)
+        tree.trajectories[index].end = "terminated"
+        trees[session] = tree
+    return trees
+
+
+class FakeQueue:
+    """Stands for TransferQueue: one batch's fields, in memory."""
+
+    def __init__(self, fields: dict) -> None:
+        self.fields = fields
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        found = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(found, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> None:
+        self.fields |= dict(fields.items())
+
+
+def stock_advantages(windowed: bool, monkeypatch, **algorithm) -> dict[str, list[float]]:
+    """What the trainer puts on the tokens of every turn of every session with one of verl's estimators. Values and log-probs
+    belong to tokens, so that they are the same in both contexts."""
+    names = ("response_mask", "rm_scores", "values", "old_log_probs", "ref_log_prob")
+    noise, keys, places, columns = torch.Generator().manual_seed(2), [], [], {name: [] for name in names}
+    for session, tree in trajectories_of_two_prompts().items():
+        drawn = torch.randn(3, len(tree.nodes), 3, generator=noise)
+        for i, row in enumerate(tree_rows(tree, windowed)):
+            keys.append(f"{session}_{i}")
+            places.append((session, row))
+            mask, scores = torch.tensor(row.response_mask), torch.zeros(len(row.response_mask))
+            scores[-1] = tree.trajectory_return(tree.trajectories[0])
+            columns["response_mask"].append(mask)
+            columns["rm_scores"].append(scores)
+            for name, per_turn_values in zip(names[2:], drawn):
+                column = torch.full((len(mask),), 9.0)  # on observations: must not matter
+                for node, start, end in zip(row.nodes, row.starts, row.ends):
+                    column[start:end] = per_turn_values[node, : end - start]
+                columns[name].append(column)
+    fields = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
+    uids = [key[0] for key in keys]
+    queue = FakeQueue(fields | {"uid": NonTensorStack(*uids)})
+    monkeypatch.setattr(tree_trainer, "tq", queue)
+    monkeypatch.setattr(trainer_base, "tq", queue)
+    trainer = object.__new__(TreeTrainer)
+    trainer.bpo = build({"prompt": {"context": "window" if windowed else "full"}}, "plain")
+    settings = {"gamma": 0.99, "lam": 1.0, "use_kl_in_reward": False, "kl_penalty": "kl", **algorithm}
+    trainer.config = OmegaConf.create({"algorithm": settings, "actor_rollout_ref": {"rollout": {"n": 1}}})
+    trainer.kl_ctrl_in_reward = core_algos.FixedKLController(0.1)
+    batch = KVBatchMeta(keys=keys, partition_id="train", tags=[{}] * len(keys))
+    trainer._stock_advantage(batch, uids, [{}] * len(keys), {})
+    turns = {}
+    for name in ("advantages", "returns"):
+        for (session, row), tokens in zip(places, queue.fields[name].unbind()):
+            for node, start, end in zip(row.nodes, row.starts, row.ends):
+                turns[f"{name} {session} {node}"] = tokens[start:end].tolist()
+    return turns
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("use_kl_in_reward", [False, True])
+@pytest.mark.parametrize(
+    ("estimator", "lam"), [("grpo", 1.0), ("rloo", 1.0), ("gae", 1.0), ("gae", 0.9), ("reinforce_plus_plus", 1.0)]
+)
+def test_verls_estimators_give_a_turn_the_same_advantage_in_both_contexts(
+    estimator, lam, use_kl_in_reward, monkeypatch
+):
+    full, window = (
+        stock_advantages(windowed, monkeypatch, adv_estimator=estimator, lam=lam, use_kl_in_reward=use_kl_in_reward)
+        for windowed in (False, True)
+    )
+    assert full.keys() == window.keys()
+    for turn, tokens in full.items():
+        assert window[turn] == pytest.approx(tokens, abs=1e-6), turn
+    assert any(x for tokens in full.values() for x in tokens)
+
+
+def test_rloo_leaves_a_whole_trajectory_out_of_its_baseline_in_window_context(monkeypatch):
+    """By hand: the others' mean of prompt b's two trajectories (returns 1 and 0.25) is the other one's return."""
+    turns = stock_advantages(True, monkeypatch, adv_estimator="rloo")
+    for session, turn_count, expected in (("b_0", 3, 0.75), ("b_1", 2, -0.75), ("a_1", 4, -0.75)):
+        for node in range(turn_count):
+            tokens = turns[f"advantages {session} {node}"]
+            assert tokens == pytest.approx([expected] * len(tokens))
+
+
+def test_rows_are_joined_by_their_number_and_split_back_in_their_own_order():
+    trajectories = Trajectories(["u_0_1", "v_0_0", "u_0_0", "u_0_10", "u_0_2"], [1, 2, 3, 1, 2])
+    values = torch.arange(15.0).reshape(5, 3)
+    joined = trajectories.join(values)
+    assert joined.tolist() == [[6, 7, 8, 0, 12, 13, 9], [3, 4, 0, 0, 0, 0, 0]]
+    assert trajectories.last == [3, 1]
+    assert [tokens.tolist() for tokens in trajectories.split(joined)] == [[0], [3, 4], [6, 7, 8], [9], [12, 13]]

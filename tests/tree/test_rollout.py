@@ -1,0 +1,298 @@
+"""Rolling trees, on named fakes: a counting world, a scripted policy and a prompter of single characters."""
+
+import asyncio
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from verl_bpo.config.schema import build
+from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot, SnapshotUnsupported
+from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.prompting import Conversation
+from verl_bpo.tree.rollout import Generation, TreeRollout
+from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.selectors import online_selector
+
+
+class FakeWorld:
+    """Sandboxes whose state is the list of actions so far; ``end`` letters end the episode, ``w`` wins it."""
+
+    def __init__(self, length=5, crash_on=None, no_snapshot=False):
+        self.length, self.crash_on, self.no_snapshot = length, crash_on, no_snapshot
+        self.live, self.kept, self.lock, self.recoveries = set(), set(), threading.Lock(), 0
+
+    def reset(self, task, seed=0):
+        return FakeSandbox(self, []), Observation("start", actions=("a", "b"))
+
+
+class FakeSnapshot(Snapshot):
+    def __init__(self, world, actions):
+        self.world, self.actions = world, list(actions)
+        world.kept.add(self)
+
+    def release(self):
+        self.world.kept.discard(self)
+
+
+class FakeSandbox(Sandbox):
+    def __init__(self, world, actions):
+        self.world, self.actions, self.env_steps = world, list(actions), 0
+        with world.lock:
+            world.live.add(self)
+
+    def reset(self, task, seed=0):
+        raise NotImplementedError
+
+    def step(self, action):
+        if action == self.world.crash_on:
+            raise SandboxCrashed("the fake world died")
+        self.env_steps += 1
+        self.actions.append(action)
+        won = action == "w"
+        ended = won or len(self.actions) >= self.world.length
+        return Observation("".join(self.actions), float(won), terminated=ended, actions=("a", "b"), info={"won": won})
+
+    def snapshot(self):
+        if self.world.no_snapshot:
+            raise SnapshotUnsupported("the fake world has no snapshot: set bpo.env.backend=replay")
+        return FakeSnapshot(self.world, self.actions)
+
+    def fork(self, snapshot, count=1):
+        return [FakeSandbox(self.world, snapshot.actions) for _ in range(count)]
+
+    def close(self):
+        with self.world.lock:
+            self.world.live.discard(self)
+
+
+class FakePrompter:
+    windowed = False
+
+    def first(self, observation):
+        return Conversation([0])
+
+    def observe(self, conversation, action_ids, observation, action=None):
+        return Conversation([*conversation.ids, *action_ids, 1], [1])
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+    def parse(self, text, admissible):
+        return text, text in "abw"
+
+    def forced_tokens(self, action_ids, admissible):
+        return int(action_ids[0] == ord(">"))
+
+
+class ScriptedPolicy:
+    """Samples one letter; records its prompts."""
+
+    def __init__(self, letter, entropy=lambda number: 0.5, value=lambda depth: None):
+        self.letter, self.entropy, self.value, self.prompts = letter, entropy, value, []
+
+    async def __call__(self, prompt_ids, max_tokens, place):
+        self.prompts.append(list(prompt_ids))
+        number = len(self.prompts)
+        await asyncio.sleep(0.001)
+        letter = self.letter(number) if callable(self.letter) else self.letter
+        return Generation(
+            [ord(letter)], [-0.7], [self.entropy(number)], cached_tokens=2, prefill_tokens=3,
+            state_value=self.value(int(place.split("/")[1])),
+        )  # fmt: skip
+
+
+def roll(policy, world, preset="paper", turns=5, response=100, **user):
+    config = build({**user, "env": {"max_turns": turns, "max_action_tokens": 4}}, preset)
+    branch, limits = config.branch, config.budget
+    selector = online_selector(branch.selector, limit=branch.threshold, share=branch.share, interval=branch.interval)
+    budget = Budget(limits.unit, limits.limit, turns, 4)
+    with ThreadPoolExecutor(4) as threads:
+        rollout = TreeRollout(
+            policy, world, threads, FakePrompter(), branch, budget, selector, 50, response, fill=limits.fill == "root"
+        )
+        return rollout, asyncio.run(rollout.run("task"))
+
+
+def test_plain_gives_one_trajectory():
+    rollout, tree = roll(ScriptedPolicy("a"), FakeWorld(), "plain")
+    assert (len(tree.trajectories), len(tree.nodes)) == (1, 5)
+    assert tree.counters["env_steps"] == 5 and "snapshots" not in tree.counters
+
+
+def test_a_fork_starts_from_the_state_before_the_trunks_action():
+    """Branching at turn 2 of the backbone: forks repeat turn 1 and replace turn 2."""
+    policy = ScriptedPolicy("a", lambda number: 2.0 if number == 2 else 0.0)
+    _, tree = roll(policy, FakeWorld(), budget={"limit": 3}, branch={"forks": 2})
+    assert [t.parent for t in tree.trajectories] == [-1, 0, 0]
+    assert [n.observation_text for n in tree.nodes if n.trajectory == 1] == ["aa", "aaa", "aaaa", "aaaaa"]
+    assert tree.counters["env_steps"] == 5 + 4 + 4
+
+
+@pytest.mark.parametrize("which, points", [("first", 0), ("open", 1), ("all", 1)])
+def test_where_all_answers_begin_alike_the_first_open_token_says_where_to_branch(which, points):
+    class Marked(ScriptedPolicy):
+        async def __call__(self, *args):
+            found = await super().__call__(*args)
+            return Generation([ord(">"), *found.token_ids], [0.0, *found.logprobs], [0.0, *found.entropy])
+
+    policy = Marked("a", lambda number: 4.0 if number == 2 else 0.0)
+    _, tree = roll(policy, FakeWorld(), budget={"fill": "none"}, branch={"forks": 2, "entropy_tokens": which})
+    assert tree.counters["branch_points"] == points
+    assert tree.nodes[1].score == {"first": 0.0, "open": 4.0, "all": 2.0}[which]
+
+
+def test_a_forks_row_repeats_the_prefix_it_was_sampled_after():
+    policy = ScriptedPolicy(lambda n: "ab"[n % 2], lambda number: 2.0 if number == 2 else 0.0)
+    _, tree = roll(policy, FakeWorld(), budget={"limit": 3}, branch={"forks": 2})
+    row = tree_rows(tree)[1]
+    sampled_after = [p for p in policy.prompts if p == row.prompt_ids + row.response_ids[: row.starts[0]]]
+    assert len(sampled_after) == 3  # the trunk's own action there, and two forks
+    assert row.response_mask[: row.starts[0]] == [0] * row.starts[0]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 8])
+@pytest.mark.parametrize("preset", ["paper", "guided"])
+def test_a_tree_spends_its_leaves_and_no_more(preset, limit):
+    policy = ScriptedPolicy(lambda n: "w" if n % 7 == 0 else "a", lambda n: 2.0)
+    branch = {"root_samples": min(4, limit)} if preset == "guided" else {}
+    _, tree = roll(policy, FakeWorld(), preset, budget={"limit": limit}, branch=branch)
+    assert len(tree.trajectories) == limit
+
+
+@pytest.mark.parametrize("unit,limit", [("env_steps", 23), ("tokens", 61)])
+def test_a_tree_never_exceeds_a_budget_of_steps_or_tokens(unit, limit):
+    _, tree = roll(ScriptedPolicy("a", lambda n: 2.0), FakeWorld(), budget={"unit": unit, "limit": limit})
+    cost = tree.counters["env_steps" if unit == "env_steps" else "generated_tokens"]
+    assert cost <= limit and tree.counters["leaves"] >= 2
+
+
+@pytest.mark.parametrize(
+    "preset,branch", [("guided", {}), ("guided", {"top_k": 3, "trunk": "any"}), ("paper", {"threshold": 1.0})]
+)
+def test_a_tree_is_the_same_whatever_ends_first(preset, branch):
+    """Guided trees look at finished trajectories, many of them in equal states: only scores and places may count."""
+    trees = []
+    for run in range(6):
+        waits = random.Random(run)
+
+        async def policy(prompt_ids, max_tokens, place, waits=waits):
+            await asyncio.sleep(waits.random() / 200)
+            draw = random.Random(place).random()
+            # A score as a batch computes it: a function of the state, and rounding that depends on what else ran.
+            score = random.Random(bytes(prompt_ids)).choice([0.5, 1.0, 1.5]) + waits.random() * 1e-6
+            return Generation([ord("w" if draw < 0.2 else "ab"[draw < 0.6])], [-0.7], [score])
+
+        _, tree = roll(policy, FakeWorld(), preset, branch=branch)
+        trees.append([(row.prompt_ids, row.response_ids) for row in tree_rows(tree)])
+    assert all(tree == trees[0] for tree in trees[1:])
+
+
+def test_unspent_budget_goes_to_root_samples():
+    _, tree = roll(ScriptedPolicy("a", lambda n: 0.0), FakeWorld(), budget={"limit": 4})
+    assert [t.parent for t in tree.trajectories] == [-1] * 4
+    _, tree = roll(ScriptedPolicy("a", lambda n: 0.0), FakeWorld(), budget={"limit": 4, "fill": "none"})
+    assert len(tree.trajectories) == 1
+
+
+def test_forks_nest_to_the_depth_limit_only():
+    deep = {"selector": "every", "forks": 2, "depth": 2}
+    _, tree = roll(ScriptedPolicy("a"), FakeWorld(), budget={"limit": 60, "fill": "none"}, branch=deep)
+    generation = []
+    for trajectory in tree.trajectories:
+        parent = trajectory.parent
+        generation.append(0 if parent < 0 else generation[tree.nodes[parent].trajectory] + 1)
+    # A fork of a fork's first turn hangs below the trunk's node, so generations are counted by the rollout itself.
+    assert max(generation) >= 1 and len(tree.trajectories) > 9
+
+
+def test_guided_forks_only_successful_trajectories():
+    policy = ScriptedPolicy(lambda n: "w" if n == 9 else "a")
+    _, tree = roll(policy, FakeWorld(), "guided", budget={"limit": 6}, branch={"root_samples": 4, "depth": 1})
+    winner = next(i for i, t in enumerate(tree.trajectories) if t.info.get("won"))
+    forks = [t for t in tree.trajectories if t.parent >= 0]
+    assert forks and {tree.nodes[t.parent].trajectory for t in forks} == {winner}
+    exchangeable = topology(tree)["exchangeable"]
+    continuation = [
+        i for i, n in enumerate(tree.nodes) if n.trajectory == winner and n.parent in {t.parent for t in forks}
+    ]
+    assert [exchangeable[i] for i in continuation] == [False] * len(continuation)
+
+
+def test_guided_without_a_success_samples_more_roots():
+    _, tree = roll(ScriptedPolicy("a"), FakeWorld(), "guided", budget={"limit": 8})
+    assert [t.parent for t in tree.trajectories] == [-1] * 8
+
+
+def test_a_crash_loses_its_branch_only():
+    policy = ScriptedPolicy(lambda n: "x" if n == 8 else "a", lambda n: 2.0 if n == 2 else 0.0)
+    rollout, tree = roll(policy, FakeWorld(crash_on="x"), budget={"limit": 5}, branch={"forks": 4})
+    assert tree.counters["failed"] == 1 and tree.counters["leaves"] == 4
+    assert rollout.failures == ["SandboxCrashed: the fake world died"]
+    assert len(tree_rows(tree)) == 4
+
+
+def test_a_world_without_snapshot_fails_with_its_own_advice():
+    world = FakeWorld(no_snapshot=True)
+    with pytest.raises(SnapshotUnsupported, match="set bpo.env.backend=replay"):
+        roll(ScriptedPolicy("a", lambda n: 2.0), world, budget={"limit": 3})
+    assert world.live == set()
+
+
+def test_everything_is_given_back():
+    world = FakeWorld(crash_on="x")
+    roll(ScriptedPolicy(lambda n: "x" if n % 5 == 0 else "a", lambda n: 2.0), world, budget={"limit": 20})
+    assert (world.live, world.kept) == (set(), set())
+
+
+def test_everything_is_given_back_when_the_engine_fails():
+    policy = ScriptedPolicy("a", lambda n: 2.0)
+
+    async def broken(prompt_ids, max_tokens, place):
+        if len(policy.prompts) == 6:
+            raise RuntimeError("engine gone")
+        return await policy(prompt_ids, max_tokens, place)
+
+    world = FakeWorld()
+    with pytest.raises(RuntimeError, match="engine gone"):
+        roll(broken, world, budget={"limit": 8})
+    assert (world.live, world.kept) == (set(), set())
+
+
+def test_a_trajectory_is_cut_where_its_row_is_full():
+    _, tree = roll(ScriptedPolicy("a"), FakeWorld(length=50), "plain", turns=40, response=7)
+    row = tree_rows(tree)[0]
+    assert tree.trajectories[0].end == "truncated" and len(row.response_ids) <= 7
+
+
+def test_a_prompt_longer_than_the_limit_names_the_key():
+    class Talkative(FakePrompter):
+        def first(self, observation):
+            return Conversation([0] * 51)
+
+    config = build({"env": {"max_turns": 5, "max_action_tokens": 4}}, "plain")
+    with ThreadPoolExecutor(1) as threads:
+        rollout = TreeRollout(
+            ScriptedPolicy("a"),
+            FakeWorld(),
+            threads,
+            Talkative(),
+            config.branch,
+            Budget("leaves", 1, 5, 4),
+            None,
+            50,
+            99,
+        )
+        with pytest.raises(ValueError, match="51 tokens, more than data.max_prompt_length=50"):
+            asyncio.run(rollout.run("task"))
+
+
+def test_by_value_a_tree_forks_where_the_outcome_is_most_open():
+    values = [0.9, 0.95, 0.6, 0.2, 0.0]
+    policy = ScriptedPolicy("a", entropy=lambda number: number, value=values.__getitem__)
+    branch = {"score": "value", "depth": 1, "top_k": 1}
+    _, tree = roll(policy, FakeWorld(), "guided", budget={"limit": 6}, branch=branch)
+    forks = [t for t in tree.trajectories if t.parent >= 0]
+    assert len(forks) == 2 and {tree.depth(t.parent) for t in forks} == {2}  # no success was needed
+    assert set(topology(tree)["state_value"]) == set(values)

@@ -1,0 +1,69 @@
+"""From a forest of turns and what the readout said about them to what SAPO's update needs. Pure data, no verl, no Ray.
+
+SAPO: Single-rollout Autoregressive Policy Optimization, arXiv 2608.19842; not verl's loss mode ``sapo``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_bpo.advantages.sapo import lambda_returns, normalise_turns, sarsa_targets
+from verl_bpo.advantages.sapo_losses import explained_variance
+from verl_bpo.config.schema import SAPOConfig
+from verl_bpo.tree.forest import TreeBatch
+
+
+def sapo_turns(
+    trees: TreeBatch, v: torch.Tensor, q: torch.Tensor, config: SAPOConfig
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """What the update needs of every turn.
+
+    Args:
+        trees: N turns of L trajectories.
+        v, q: float64 [N], NaN at turns that no row trains (of trajectories lost to a failure).
+
+    Returns:
+        float64 [N] each, 0 where not trained: ``advantages``, ``returns`` (G), ``action_targets`` (y),
+        ``old_state_values`` (V), ``old_action_values`` (Q); and metrics.
+    """
+    trained = ~v.isnan()
+    reward, trajectory = trees.reward[trained], trees.turns.trajectory[trained]
+    v, q = v[trained], q[trained]
+    end: dict[str, Any] = {}
+    last = torch.full((len(trees.truncated),), -1).scatter_reduce(0, trajectory, torch.arange(len(trajectory)), "amax")
+    cut = trees.truncated & (last >= 0)
+    if config.truncation == "bootstrap" and bool(cut.any()):
+        # The row ends with the last action: the state after it was never in the model's context, Q_T is what it read there.
+        end = {"truncated": cut, "value_at_end": q[last.clamp(min=0)]}
+    returns = lambda_returns(
+        reward, v, q, trajectory, gamma=config.gamma, lam=config.lam, bootstrap=config.bootstrap, **end
+    )
+    targets = sarsa_targets(reward, q, trajectory, gamma=config.gamma, sarsa_lambda=config.sarsa_lambda, **end)
+    advantage = returns - v
+    normal = normalise_turns(advantage)
+    realised = lambda_returns(reward, v, q, trajectory, gamma=config.gamma, lam=1.0)
+    count = max(len(v), 1)
+    metrics = {
+        "sapo/v_explained_variance": explained_variance(v, realised),
+        "sapo/q_explained_variance": explained_variance(q, realised),
+        "sapo/v_mean": float(v.sum() / count),
+        "sapo/q_mean": float(q.sum() / count),
+        "sapo/return_mean": float(realised.sum() / count),
+        "sapo/td_error": float((targets - q).abs().sum() / count),
+        "sapo/advantage_mean": float(normal.mean),
+        "sapo/advantage_std": float(normal.std),
+        "sapo/degenerate": float(normal.degenerate),
+        "sapo/truncated_turns": float(cut.sum()) / count,
+        "sapo/turns": float(len(v)),
+    }
+    per_turn = {
+        "advantages": normal.advantage if config.normalise else advantage,
+        "returns": returns,
+        "action_targets": targets,
+        "old_state_values": v,
+        "old_action_values": q,
+    }
+    out = {key: torch.zeros_like(trees.reward).masked_scatter(trained, x) for key, x in per_turn.items()}
+    return out, metrics

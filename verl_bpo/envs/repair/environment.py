@@ -1,0 +1,91 @@
+"""Repair a small Python package by shell commands: tasks of :mod:`verl_bpo.envs.repair.generate` in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_bpo.sandbox.base import Observation, TaskError
+from verl_bpo.shells.container import ContainerShell
+from verl_bpo.shells.environment import SUBMIT, ShellEnvironment, open_shell
+from verl_bpo.shells.local import Limits, Shell
+
+# Calls the functions in the sandbox; what comes out is compared outside, where no edit can reach.
+_CALL = """
+import importlib, json, sys
+sys.path.insert(0, ".")
+out = []
+for module, name, call in json.load(sys.stdin):
+    try:
+        out.append([getattr(importlib.import_module(module), name)(*call)])
+    except BaseException:
+        out.append([])
+sys.stdout.write("\\n" + json.dumps(out))
+"""
+_UNPACK = "import json, sys\nfor name, text in json.load(sys.stdin).items():\n    open(name, 'w').write(text)"
+
+
+class RepairEnvironment(ShellEnvironment):
+    """One broken package. A task is the path of a ``.json`` file made by ``verl-bpo make-games --kind repair``.
+
+    The reward is 1.0 when the work is handed in (``submit``, or the marker of :mod:`verl_bpo.shells.environment`) and every
+    call comes out right; what was done to the tests changes nothing. Admissible actions offered are the looks, the test run
+    and edits of which one is right; any other command is run as well.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 10.0,
+        output_chars: int = 2000,
+        observation: str = "plain",
+        limits: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        limits = {"memory": 256 << 20, "disk": 16 << 20, "files": 2000, "processes": 64, **(limits or {})}
+        super().__init__(timeout, output_chars, observation, limits, **options)
+
+    @classmethod
+    def tasks(cls, split: str = "train", root: str = "repairs", **kwargs: Any) -> list[str]:
+        return sorted(str(path.resolve()) for path in Path(root).expanduser().glob(f"{split}/*.json"))
+
+    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
+        try:
+            self._task = json.loads(Path(task).expanduser().read_text())
+            files = self._task["files"]
+        except OSError as error:
+            raise TaskError(f"no task {task} ({error.strerror}): verl-bpo make-games --kind repair") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise TaskError(f"{task} is no repair task ({type(error).__name__}: {error})") from error
+        shell = self._shell or open_shell({"/testbed": None}, **self._shell_options)
+        shell.reset()
+        done = shell.execute(f'python3 -c "{_UNPACK}"', stdin=json.dumps(files), timeout=Limits.seconds)
+        if done.returncode != 0:
+            shell.close()
+            raise TaskError(f"the files of {task} can't be written in the sandbox: {done.output.strip()[-300:]}")
+        names = " ".join(name for name in sorted(files) if name != "tests.py")
+        text = (
+            f"Repair {names} so that python3 tests.py passes, then submit.\n"
+            "Each answer is one shell command; files are kept, nothing else is."
+        )
+        return shell, text
+
+    def step(self, action: str) -> Observation:
+        return super().step(f"echo {SUBMIT}" if action.strip() == "submit" else action)
+
+    def _actions(self) -> tuple[str, ...]:
+        return tuple(self._task["offers"])
+
+    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
+        checks = self._task["checks"]
+        calls = json.dumps([check[:3] for check in checks])
+        result = shell.execute(f"python3 -I -c '{_CALL}'", stdin=calls, timeout=self._timeout)
+        try:
+            answers = json.loads(result.output.rsplit("\n", 1)[-1])
+            right = [answer == [check[3]] for answer, check in zip(answers, checks, strict=True)]
+        except (ValueError, TypeError):
+            right = [False]
+        return float(all(right)), {"score": sum(right) / len(checks), "task_type": self._task["type"]}
+
+    def expert_actions(self) -> list[str]:
+        return list(self._task["expert"])

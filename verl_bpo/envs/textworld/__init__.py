@@ -1,0 +1,4 @@
+"""TextWorld: small generated text games; make some with `verl-bpo make-games`."""
+
+ENVIRONMENT = "environment:TextworldEnvironment"
+INSTALL = "pip install textworld"

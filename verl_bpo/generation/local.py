@@ -1,0 +1,133 @@
+"""Trees in this process: the rollouts of training without verl and Ray, for evaluation and measurements."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+from verl_bpo.config.schema import BPOConfig, PlacementConfig
+from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
+from verl_bpo.generation.pools import Pools
+from verl_bpo.generation.sampling import SamplingParams
+from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.tree.prompting import Prompter
+from verl_bpo.tree.rollout import Generation, TreeRollout
+from verl_bpo.tree.selectors import OnlineSelector
+from verl_bpo.tree.topology import Tree
+
+
+class LocalRollouts:
+    """Rolls trees with a transformers model. Use as a context; :meth:`tree` from one event loop.
+
+    Args:
+        model: a causal language model on the CPU.
+        tokenizer: its tokenizer.
+        config: ``bpo.*``; ``bpo.env.workers`` trees run at once. Sandboxes are local, whatever ``bpo.env.placement`` says.
+        max_prompt_tokens, max_response_tokens: as ``data.max_prompt_length`` and ``data.max_response_length``.
+        temperature: 0 is greedy.
+        top_p: as in vLLM.
+        seed: of every sampled action; an action depends on it, its tree's ``identity``, its place in the tree and its
+            prompt, not on what else runs.
+        threads: of PyTorch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: BPOConfig,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        threads: int = 1,
+    ) -> None:
+        self.config, self.seed = config, seed
+        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self.sampling = {"temperature": temperature, "top_p": top_p}
+        self.prompter = Prompter(tokenizer, config.prompt)
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        self.stops = tuple({self.prompter.end_of_turn_id, *([eos] if isinstance(eos, int) else eos or [])})
+        self.batcher = ContinuousBatcher(model, max_num_seqs=max(64, 2 * config.env.workers))
+        self.generation = BatcherThread(self.batcher, threads)
+        self.executor = ThreadPoolExecutor(4 * config.env.workers + 4, thread_name_prefix="sandbox")
+        self.pools = Pools(replace(config.env, placement=PlacementConfig()))
+        self.slots = asyncio.Semaphore(config.env.workers)
+
+    def __enter__(self) -> LocalRollouts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.generation.close()
+        self.pools.close()
+        self.executor.shutdown()
+
+    async def tree(
+        self, env: str, task: str, seed: int, identity: str, selector: OnlineSelector | None = None
+    ) -> tuple[Tree, list[str]]:
+        """Roll one tree as ``bpo.branch`` and ``bpo.budget`` say.
+
+        Args:
+            env, task, seed: what to open.
+            identity: names the tree among all trees of this seed.
+            selector: in place of the one that ``bpo.branch.selector`` names.
+
+        Returns:
+            The tree and what it lost branches to. A world that can't be opened gives a tree without trajectories.
+
+        Raises:
+            EnvironmentUnavailable, SnapshotUnsupported, ValueError: no other task would fare better.
+        """
+        rollout = TreeRollout.configured(
+            self.config,
+            selector=selector,
+            generate=self._generator(identity),
+            executor=self.executor,
+            prompter=self.prompter,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+            chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
+        )
+        async with self.slots:
+            try:
+                rollout.world = await self._call(self.pools[env].open)
+            except SandboxError as error:
+                return Tree(prompt_ids=[]), [f"{type(error).__name__}: {error}"]
+            try:
+                return await rollout.run(task, seed), rollout.failures
+            finally:
+                await self._call(rollout.world.close)
+
+    def _hash(self, place: str) -> int:
+        return crc32(f"{self.seed}/{place}".encode())
+
+    def _generator(self, identity: str):
+        async def generate(prompt_ids: list[int], max_tokens: int, place: str) -> Generation:
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                stop_token_ids=self.stops,
+                seed=self._hash(f"{identity}/{place}"),
+                **self.sampling,
+            )
+            # The batcher's thread hands out a future of its own, so this waits for two in turn.
+            asked = self.generation.call(self.batcher.submit, prompt_ids, params)
+            done = await asyncio.wrap_future(await asyncio.wrap_future(asked))
+            return Generation(
+                token_ids=done.token_ids,
+                logprobs=done.logprobs,
+                entropy=done.entropies,
+                cached_tokens=done.num_cached_tokens,
+                prefill_tokens=done.num_prefill_tokens,
+                state_value=done.state_value,
+            )
+
+        return generate
+
+    async def _call(self, function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)

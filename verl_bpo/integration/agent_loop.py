@@ -1,0 +1,208 @@
+"""``tree_agent``: the agent loop that rolls a tree and returns its rows, for every algorithm (selector ``none`` gives the
+baselines their plain trajectories)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from zlib import crc32
+
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+from verl_bpo.config.schema import BPOConfig, build
+from verl_bpo.generation.pools import Pools
+from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
+from verl_bpo.tree.prompting import Prompter
+from verl_bpo.tree.rollout import Generation, TreeRollout
+from verl_bpo.tree.rows import BRANCH_LIMIT, Row, topology, tree_rows
+from verl_bpo.tree.topology import Tree
+
+
+class _Shared:
+    """What all trees of one rollout worker share: sandbox pools and threads."""
+
+    def __init__(self, config: BPOConfig) -> None:
+        self.config = config
+        limits = {"max_turns": config.env.max_turns, "max_action_tokens": config.env.max_action_tokens}
+        self.plain = build({"env": limits}, "plain")
+        """What validation rolls: single trajectories."""
+        self.pools = Pools(config.env)
+        self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
+        self.slots = asyncio.Semaphore(config.env.workers)
+
+
+@lru_cache(maxsize=4)
+def _shared(resolved: str) -> _Shared:
+    return _Shared(build(json.loads(resolved), "plain"))
+
+
+@register("tree_agent")
+class TreeAgentLoop(AgentLoopBase):
+    """Rolls one tree for one prompt row. The row's ``extra_info`` names ``env`` (optional), ``task`` and ``seed``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shared = _shared(json.dumps(OmegaConf.to_container(self.config.bpo, resolve=True), sort_keys=True))
+        self.bpo = self.shared.config
+        self.prompter = Prompter(self.tokenizer, self.bpo.prompt, dict(self.apply_chat_template_kwargs or {}))
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        extra = row.get("extra_info") or {}
+        env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
+        validate = sampling_params.pop("_validate", False)
+        identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
+        rollout = TreeRollout.configured(
+            self.shared.plain if validate else self.bpo,
+            learnt_limit=row.get(BRANCH_LIMIT),
+            generate=self._generator(sampling_params, identity),
+            executor=self.shared.executor,
+            prompter=self.prompter,
+            max_prompt_tokens=self.rollout_config.prompt_length,
+            max_response_tokens=self.rollout_config.response_length,
+            chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
+        )
+        if not env or not task:
+            missing = (
+                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
+                f"unless bpo.env.name is set (got extra_info={extra})"
+            )
+            return self._outputs(rollout, Tree(prompt_ids=[]), fatal=missing)
+        async with self.shared.slots:
+            try:
+                world = await self.loop.run_in_executor(self.shared.executor, self.shared.pools[env].open)
+            except EnvironmentUnavailable as error:
+                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=str(error))
+            except SandboxError as error:
+                rollout.failures.append(f"{type(error).__name__}: {error}")
+                return self._outputs(rollout, Tree(prompt_ids=[], counters={"failed": 1}))
+            rollout.world = world
+            try:
+                tree = await rollout.run(task, int(extra.get("seed") or 0))
+            except (EnvironmentUnavailable, SnapshotUnsupported, ValueError) as error:
+                # No other task would fare better: the trainer stops the run with this line.
+                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=f"task {task}: {error}")
+            finally:
+                await self.loop.run_in_executor(self.shared.executor, world.close)
+        self._dump(tree, row, env, task, validate)
+        return self._outputs(rollout, tree)
+
+    def _hash(self, place: str) -> int:
+        """A number below 2**32: always the same one for a place where ``bpo.seed`` is set, else a random one."""
+        return random.getrandbits(32) if self.bpo.seed is None else crc32(f"{self.bpo.seed}/{place}".encode())
+
+    def _generator(self, sampling_params: dict[str, Any], identity: str):
+        request_id = uuid4().hex  # one id per tree keeps its branches on one replica, where their prefix is cached
+
+        async def generate(prompt_ids: list[int], max_tokens: int, place: str) -> Generation:
+            params = {**sampling_params, "max_tokens": max_tokens, "logprobs": True}
+            if self.bpo.seed is not None:
+                params["seed"] = self._hash(f"{identity}/{place}")
+            output = await self.server_manager.generate(
+                request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
+            )
+            extra = output.extra_fields
+            cached = int(extra.get("num_cached_tokens") or 0)
+            tokens, logprobs = list(output.token_ids), list(output.log_probs or [])
+            entropy = list(extra.get("token_entropy") or [])
+            engine = self.rollout_config.name
+            if len(logprobs) != len(tokens):
+                raise ValueError(
+                    f"rollout engine {engine} returned {len(logprobs)} log-probs for {len(tokens)} tokens: it must give "
+                    f"one for each sampled token"
+                )
+            if len(entropy) != len(tokens) and self.bpo.branch.needs_entropy:
+                raise ValueError(
+                    f"bpo.branch.selector={self.bpo.branch.selector} needs the entropy of each sampled token, and rollout "
+                    f"engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or hf, or a "
+                    f"selector that needs none (fixed_interval, random, every)"
+                )
+            return Generation(
+                token_ids=tokens,
+                logprobs=logprobs,
+                entropy=entropy,
+                cached_tokens=cached,
+                prefill_tokens=int(extra.get("num_prefill_tokens", len(prompt_ids) - cached)),
+                weights_version=extra.get("global_steps"),
+                state_value=extra.get("state_value"),
+            )
+
+        return generate
+
+    def _outputs(self, rollout: TreeRollout, tree: Tree, fatal: str | None = None) -> list[AgentLoopOutput]:
+        rows = tree_rows(tree, self.prompter.windowed)
+        if not rows:
+            rows = [self._empty_row()]
+        shared = {
+            "topology": topology(tree),
+            "counters": tree.counters,
+            "failures": rollout.failures[:4],
+            "scores": rollout.scores,
+            "fatal": fatal,
+        }
+        versions = sorted(rollout.versions) or [None]
+        outputs = []
+        for i, row in enumerate(rows):
+            usable = row.trajectory >= 0
+            trajectory = tree.trajectories[row.trajectory] if usable else None
+            reward = tree.trajectory_return(trajectory) if usable else 0.0
+            info = trajectory.info if usable else {}
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=row.prompt_ids,
+                    response_ids=row.response_ids,
+                    response_mask=row.response_mask,
+                    response_logprobs=row.logprobs,
+                    reward_score=reward,
+                    num_turns=row.num_turns,
+                    metrics=AgentLoopMetrics(),
+                    extra_fields={
+                        "min_global_steps": versions[0],
+                        "max_global_steps": versions[-1],
+                        "reward_extra_info": {
+                            "success": float(usable and tree.won(trajectory)),
+                            "turns": float(row.num_turns),
+                            **({"task_type": str(info["task_type"])} if "task_type" in info else {}),
+                        },
+                        "turn_scores": [],
+                        "tool_rewards": [],
+                        "row": {
+                            "trajectory": row.trajectory,
+                            "nodes": row.nodes,
+                            "starts": row.starts,
+                            "ends": row.ends,
+                        },
+                        "tree": shared if i == 0 else None,
+                    },
+                )
+            )
+        return outputs
+
+    def _empty_row(self) -> Row:
+        """Stands for a tree all of whose trajectories were lost, so that its costs and its failure are still counted."""
+        token = self.tokenizer.eos_token_id
+        return Row([token], [token], [0], [0.0], -1, [], [], [], 0)
+
+    def _dump(self, tree: Tree, row: dict[str, Any], env: str, task: str, validate: bool) -> None:
+        if self.bpo.dump_dir is None or validate:
+            return
+        folder = Path(self.bpo.dump_dir) / "trees"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "step": int(row.get("global_steps") or 0),
+            "uid": str(row.get("uid")),
+            "session": int(row.get("session_id") or 0),
+            "env": env,
+            "task": task,
+            "tree": tree.to_dict(),
+        }
+        with open(folder / f"{record['step']:06d}-{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")

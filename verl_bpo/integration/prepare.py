@@ -1,0 +1,361 @@
+"""From "one key" to a whole run: completes and checks verl's config before Ray starts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.tree.prompting import PromptConfig
+
+AGENT_LOOP = "tree_agent"
+MANAGER = "verl_bpo.integration.manager.TreeManager"
+MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
+"""Trainer mode of each of our advantage estimators. Every other estimator runs in ``bpo_sync`` too; ``bpo`` with branch
+scores by state values runs in ``sapo_sync``, which trains the readout that they come from."""
+ESTIMATORS = tuple(MODES)
+VALUE_ENGINES = ("hf", "vllm")
+"""Rollout engines that read values of states while they generate."""
+VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+READOUT_MODEL = "language_model_with_value_readout"
+PACKED_VENDOR = "packed_tree"
+"""Name under which verl's engine registry holds the engines on packed trees."""
+
+
+def asks_for_us(config: DictConfig) -> bool:
+    """Whether a run wants tree rollouts: by its estimator, its agent loop, or any ``bpo.*`` key."""
+    agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    return config.algorithm.adv_estimator in ESTIMATORS or agent == AGENT_LOOP or bool(config.get("bpo"))
+
+
+def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """verl calls ``validate_config`` first of all, before Ray starts: the place to complete the config."""
+
+    @functools.wraps(validate)
+    def wrapped(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
+        if asks_for_us(config):
+            try:
+                prepare(config)
+            except ConfigError as error:
+                raise SystemExit(f"verl_bpo: {error}") from None
+        return validate(config, *args, **kwargs)
+
+    return wrapped
+
+
+def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
+    """Complete ``config`` in place.
+
+    Args:
+        cpu: complete it for a machine without an accelerator; None: if this is one.
+
+    Raises:
+        ConfigError: keys that are unknown, out of range or contradict each other.
+    """
+    from verl_bpo.integration.plugin import ERRORS, on_cpu
+
+    if ERRORS:
+        raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
+    tree = config.algorithm.adv_estimator in ESTIMATORS
+    user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
+    estimator, cpu = config.algorithm.adv_estimator, on_cpu() if cpu is None else cpu
+    engine = _rollout_engine(config, cpu)
+    values = estimator == "sapo" and engine in VALUE_ENGINES
+    resolved = build(_without_unset(user), "paper" if estimator == "bpo" else "plain", values)
+    readout = estimator == "sapo" or (estimator == "bpo" and resolved.branch.needs_value)
+    _check(config, resolved, tree, readout, engine)
+    if estimator == "sapo" and resolved.preset == "guided" and not values:
+        print(
+            f"verl_bpo: rollout.name={engine} gives no state values: preset guided forks successful trajectories instead"
+        )
+    for difference in taught_otherwise(str(config.actor_rollout_ref.model.path), resolved.prompt):
+        print(f"verl_bpo: WARNING: {difference}")
+    with open_dict(config):
+        config.bpo = OmegaConf.create(asdict(resolved))
+        config.trainer.use_v1 = True
+        config.trainer.v1.trainer_mode = MODES["sapo" if readout else "bpo"]
+        rollout = config.actor_rollout_ref.rollout
+        rollout.agent.default_agent_loop = AGENT_LOOP
+        rollout.agent.agent_loop_manager_class = MANAGER
+        rollout.calculate_log_probs = True
+        _environment(config, "VERL_BPO_ENTROPY", "1")
+        if readout:
+            _use_value_readout(config, resolved)
+        if rollout.name == "vllm":
+            # vLLM's second model runner samples without the function that the plugin takes entropies from.
+            _environment(config, "VLLM_USE_V2_MODEL_RUNNER", "0")
+        if resolved.packed_tree.enable:
+            _use_packed_trees(config, resolved)
+        if cpu:
+            adjusted = cpu_defaults(config)
+            if adjusted:
+                print(f"verl_bpo: no accelerator; set for the CPU: {', '.join(adjusted)}")
+    return resolved
+
+
+def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
+    """How ``prompt`` differs from the prompts that a warm start was taught with: one line a key. Empty for other models."""
+    record = Path(model).expanduser() / "warmstart.json"
+    if not record.is_file():
+        return []
+    known = {field.name for field in fields(PromptConfig)}
+    taught = json.loads(record.read_text())["options"]["prompt"]
+    taught = PromptConfig(**{key: value for key, value in taught.items() if key in known})
+    keys = ["template", "list_actions", "max_observation_tokens", "context"]
+    keys += ["max_actions_listed"] if prompt.list_actions and taught.list_actions else []
+    keys += ["window_turns"] if prompt.context == taught.context == "window" else []
+    differ = [(key, getattr(prompt, key), getattr(taught, key)) for key in keys]
+    differ.append(("system", prompt.system_text, taught.system_text))
+    return [
+        f"bpo.prompt.{key}={now!r}, but the policy in {model} was taught with {then!r}: it meets prompts it never saw"
+        for key, now, then in differ
+        if now != then
+    ]
+
+
+def _rollout_engine(config: DictConfig, cpu: bool) -> str:
+    """The engine that will run: a CPU has no other than ``hf`` and, where it is installed, vLLM."""
+    from verl_bpo.integration.vllm import vllm_usable
+
+    name = config.actor_rollout_ref.rollout.name
+    return "hf" if cpu and not (name == "vllm" and vllm_usable()) else name
+
+
+def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine: str) -> None:
+    mode = config.trainer.v1.trainer_mode
+    if mode not in ("sync", *MODES.values()):
+        raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
+    if readout:
+        _check_readout(config)
+    if tree and bpo.branch.needs_value and engine not in VALUE_ENGINES:
+        raise ConfigError(
+            f"bpo.branch.score={bpo.branch.score} needs state values during rollouts, which rollout.name={engine} doesn't "
+            f"give: set bpo.branch.score=entropy, or actor_rollout_ref.rollout.name={VALUE_ENGINES[0]}"
+        )
+    if bpo.packed_tree.enable:
+        _check_packed_trees(config, bpo.packed_tree.backend)
+    if tree and config.algorithm.use_kl_in_reward:
+        raise ConfigError(
+            "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
+            "use actor_rollout_ref.actor.use_kl_loss=True"
+        )
+    if not tree and bpo.branch.selector != "none":
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} takes independent trajectories, but "
+            f"bpo.branch.selector={bpo.branch.selector} branches: set bpo.preset=plain or adv_estimator=bpo"
+        )
+    if not tree and bpo.branch.root_samples != 1:
+        raise ConfigError(
+            f"bpo.branch.root_samples={bpo.branch.root_samples} is for adv_estimator=bpo; independent trajectories are "
+            f"counted by actor_rollout_ref.rollout.n"
+        )
+    if bpo.updates_per_step and config.data.train_batch_size < bpo.updates_per_step:
+        raise ConfigError(
+            f"bpo.updates_per_step={bpo.updates_per_step} is more than data.train_batch_size="
+            f"{config.data.train_batch_size} prompts"
+        )
+    alone = bpo.branch.selector == "none" and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
+    if config.algorithm.adv_estimator == "bpo" and alone and config.actor_rollout_ref.rollout.n == 1:
+        raise ConfigError(
+            "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
+            "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
+        )
+    if bpo.env.name:
+        from verl_bpo.sandbox.loading import environment_status, load_environment
+
+        usable, reason = environment_status(bpo.env.name)
+        if not usable:
+            raise ConfigError(reason)
+        if bpo.env.execution == "container" and not load_environment(bpo.env.name).runs_commands:
+            raise ConfigError(
+                f"bpo.env.execution=container: environment {bpo.env.name} runs no shell commands; leave it at local"
+            )
+    room = config.data.max_response_length
+    if bpo.env.max_action_tokens > room:
+        raise ConfigError(
+            f"bpo.env.max_action_tokens={bpo.env.max_action_tokens} is more than data.max_response_length={room}, which "
+            f"holds a whole trajectory after its prompt"
+        )
+
+
+def _check_readout(config: DictConfig) -> None:
+    """What the value readout can't work with; each would give wrong values or fail deep inside a worker."""
+    sapo = "the value readout of SAPO (Single-rollout Autoregressive Policy Optimization)"
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.strategy={actor.strategy} has no value readout, which {sapo} needs: use fsdp2"
+        )
+    if config.critic.enable:
+        raise ConfigError(
+            f"critic.enable=True starts a critic, which {sapo} reads from the actor: leave critic.enable unset"
+        )
+    for key, selected in (
+        ("actor_rollout_ref.model.use_fused_kernels", model.get("use_fused_kernels")),
+        ("actor_rollout_ref.model.enable_activation_offload", model.get("enable_activation_offload")),
+        (
+            "algorithm.rollout_correction.bypass_mode",
+            OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"),
+        ),
+    ):
+        if selected:
+            raise ConfigError(f"{key}=True hides from {sapo} the forward that it reads values in: set it to False")
+    ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
+    if max(ulysses, actor.get("ulysses_sequence_parallel_size") or 1) > 1:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ulysses} splits the rows that {sapo} reads values in: set it to 1"
+        )
+
+
+def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
+    config.actor_rollout_ref.model.model_type = READOUT_MODEL
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        if role.strategy == "fsdp":
+            role.strategy = "fsdp2"
+            print("verl_bpo: strategy=fsdp2 in place of fsdp, for SAPO's float32 value heads")
+    _environment(config, "VERL_BPO_SAPO", json.dumps(asdict(bpo.sapo)))
+    _environment(config, "VERL_BPO_VALUES_IN_ROLLOUT", str(int(bpo.branch.needs_value)))
+
+
+def _check_packed_trees(config: DictConfig, backend: str) -> None:
+    """What packed trees can't be combined with; each would stop deep inside a worker, or silently not pack."""
+    from verl_bpo.integration.plugin import on_cpu
+
+    why = "bpo.packed_tree.enable=True"
+    roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    for role in roles:
+        strategy = OmegaConf.select(config, f"{role}.strategy")
+        if strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(
+                f"{role}.strategy={strategy} has no engine for packed trees: use fsdp2, or turn {why} off"
+            )
+        for key in ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
+            ranks = OmegaConf.select(config, f"{role}.{key}") or 1
+            if ranks > 1:
+                raise ConfigError(f"{role}.{key}={ranks} splits the sequences that {why} packs: set it to 1")
+    for key in (
+        "actor_rollout_ref.model.use_fused_kernels",
+        "actor_rollout_ref.model.enable_activation_offload",
+        "actor_rollout_ref.model.mtp.enable",
+        "actor_rollout_ref.actor.calculate_sum_pi_squared",
+        "distillation.enabled",
+    ):
+        if OmegaConf.select(config, key):
+            raise ConfigError(f"{key}=True can't be combined with {why}: set one of them to False")
+    vendor = os.environ.get("VERL_ENGINE_VENDOR", PACKED_VENDOR)
+    if vendor != PACKED_VENDOR:
+        raise ConfigError(f"VERL_ENGINE_VENDOR={vendor} selects other engines than {why} needs: unset it")
+    if not on_cpu() and config.trainer.device != "cuda":
+        raise ConfigError(f"trainer.device={config.trainer.device} has no engine for packed trees: turn {why} off")
+    if on_cpu() and backend not in ("auto", "sdpa"):
+        raise ConfigError(f"bpo.packed_tree.backend={backend} trains on a GPU only: use auto or sdpa")
+    _check_packed_model(config)
+
+
+def _check_packed_model(config: DictConfig) -> None:
+    from transformers import AutoConfig
+
+    from verl_bpo.model.packed_tree import PackedTreeUnsupported, check_layers
+
+    model = config.actor_rollout_ref.model
+    try:
+        found = AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code")))
+    except (OSError, ValueError):
+        return  # a path that verl downloads from, or a wrong one: the worker checks again, verl says what is wrong
+    try:
+        check_layers(found, config.data.max_prompt_length + config.data.max_response_length)
+    except PackedTreeUnsupported as error:
+        raise ConfigError(str(error)) from None
+
+
+def _use_packed_trees(config: DictConfig, bpo: BPOConfig) -> None:
+    actor = config.actor_rollout_ref.actor
+    _environment(config, "VERL_ENGINE_VENDOR", PACKED_VENDOR)  # verl's other engines know no such vendor and stay
+    _environment(config, "VERL_BPO_PACKED_BACKEND", bpo.packed_tree.backend)
+    _environment(config, "VERL_BPO_PACKED_FRUGAL", str(bpo.packed_tree.frugal).lower())
+    if not actor.use_dynamic_bsz:
+        print(
+            "verl_bpo: WARNING: packed trees share less in micro-batches of a fixed number of rows, and "
+            "bpo.packed_tree.frugal has no token budget to keep: set actor_rollout_ref.actor.use_dynamic_bsz=True"
+        )
+    if actor.shuffle:
+        print(
+            "verl_bpo: WARNING: actor_rollout_ref.actor.shuffle=True scatters the rows of a tree over mini-batches, so that "
+            "packed trees share less"
+        )
+
+
+def cpu_defaults(config: DictConfig) -> list[str]:
+    """Settings without which verl can't run on a CPU; returns those that were changed."""
+    ranks = config.trainer.n_gpus_per_node
+    ranks = ranks if ranks <= (os.cpu_count() or 1) else 1
+    wanted: dict[str, Any] = {
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": ranks,
+        "ray_kwargs.ray_init.num_gpus": ranks,  # logical: placement groups ask for them
+        "ray_kwargs.ray_init.include_dashboard": False,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "reward.num_workers": 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "critic.strategy": "fsdp2",
+        "critic.model.use_remove_padding": False,
+        "critic.model.override_config.attn_implementation": "sdpa",
+    }
+    wanted["actor_rollout_ref.rollout.name"] = _rollout_engine(config, cpu=True)
+    if wanted["actor_rollout_ref.rollout.name"] == "vllm":
+        wanted["actor_rollout_ref.rollout.enforce_eager"] = True
+        wanted["actor_rollout_ref.rollout.enable_sleep_mode"] = False
+        if OmegaConf.select(config, f"{VLLM_KWARGS}.block_size") is None:
+            wanted[f"{VLLM_KWARGS}.block_size"] = 32  # vLLM's own 128 tokens reuse little of short prompts
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            _environment(config, "VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take half of the memory
+    if not config.ray_kwargs.ray_init.get("num_cpus"):
+        wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other
+    for role, engine in (
+        ("actor_rollout_ref.actor", "fsdp_config"),
+        ("actor_rollout_ref.ref", "fsdp_config"),
+        ("critic", "fsdp"),
+    ):
+        wanted[f"{role}.strategy"] = "fsdp2"
+        wanted[f"{role}.{engine}.model_dtype"] = "fp32"
+        wanted[f"{role}.{engine}.use_torch_compile"] = False
+        for part in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            wanted[f"{role}.{engine}.mixed_precision.{part}"] = "fp32"
+    wanted["actor_rollout_ref.actor.use_torch_compile"] = False
+    changed = []
+    for key, value in wanted.items():
+        if OmegaConf.select(config, key) != value:
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+            changed.append(f"{key}={value}")
+    return changed
+
+
+def _environment(config: DictConfig, name: str, value: str) -> None:
+    """Set an environment variable here and in every Ray worker."""
+    os.environ[name] = value
+    OmegaConf.update(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{name}", value, merge=True, force_add=True)
+
+
+def _without_unset(values: dict[str, Any]) -> dict[str, Any]:
+    """A yaml that lists every key writes null for those left to the preset."""
+    out = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and key != "kwargs":
+            value = _without_unset(value)
+            if not value:
+                continue
+        if value is not None:
+            out[key] = value
+    return out

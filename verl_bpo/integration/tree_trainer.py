@@ -1,0 +1,489 @@
+"""``trainer.v1.trainer_mode=bpo_sync``: verl's synchronous trainer, for rows that belong to trees."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf, open_dict
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
+from verl_bpo.config.schema import RunError, build
+from verl_bpo.integration.losses import policy_loss
+from verl_bpo.integration.prepare import ESTIMATORS
+from verl_bpo.model.checkpoint import CONFIG_FILE
+from verl_bpo.model.packed_tree import place_rows
+from verl_bpo.tree.forest import TreeBatch, build_batch, spread
+from verl_bpo.tree.metrics import (
+    BLIND,
+    COMPUTE_COUNTERS,
+    advantage_metrics,
+    blind_entropy,
+    success_by_type,
+    tree_metrics,
+)
+from verl_bpo.tree.prompting import PromptConfig, Prompter
+from verl_bpo.tree.rows import BRANCH_LIMIT
+from verl_bpo.tree.selectors import ScoreMemory
+from verl_bpo.tree.trajectories import Trajectories
+
+STATE_FILE = "verl_bpo.json"
+
+
+def _plain_list(values: Any) -> list:
+    """Non-tensor fields come out of TransferQueue as an array, a LinkedList or a NonTensorStack, by their content."""
+    items = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [getattr(item, "data", item) for item in items]
+
+
+@dataclass
+class RowSpans:
+    """The turns that one row trains: turn ``nodes[i]`` of the forest on response tokens ``starts[i]:ends[i]``."""
+
+    mask: torch.Tensor
+    nodes: list[int]
+    starts: list[int]
+    ends: list[int]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Per-turn ``values`` [N] on the row's tokens, 0 elsewhere."""
+        return spread(values, self.nodes, self.starts, self.ends, len(self.mask))
+
+
+@register_trainer("bpo_sync")
+class TreeTrainer(PPOTrainerSync):
+    """Adds to verl's synchronous trainer: advantages over trees, a fixed number of optimizer steps whatever the number
+    of rows, and compute counters for every algorithm."""
+
+    def __init__(self, config: Any) -> None:
+        with open_dict(config):
+            # verl compares the mode with "sync" to choose the replay buffer and the checkpoint's content.
+            config.trainer.v1.trainer_mode = "sync"
+        self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
+        self.totals: Counter[str] = Counter()
+        self.memory = ScoreMemory()
+        self._told_blind = False
+        super().__init__(config)
+
+    # --- set-up -----------------------------------------------------------------------------------------------------
+
+    def _build_replay_buffer(self) -> Any:
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = self.bpo.poll_interval
+        sample = buffer.sample
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            batch, found = sample(*args, **kwargs)
+            self._stop_if_hopeless(batch)
+            return batch, found
+
+        buffer.sample = checked
+        return buffer
+
+    def _stop_if_hopeless(self, batch: KVBatchMeta) -> None:
+        """Stop where a rollout met what no other one would fare better with."""
+        if not len(batch):
+            raise RunError(f"step {self.global_steps} has no rollouts: see the rollout workers' errors above")
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+        for extra in _plain_list(data["extra_fields"]):
+            if extra.get("tree") and extra["tree"]["fatal"]:
+                raise RunError(extra["tree"]["fatal"])
+
+    def _init_tokenizer(self) -> None:
+        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+        self.tokenizer, self.processor = model.tokenizer, model.processor
+        check_policy(
+            model.hf_config, self.tokenizer, self.bpo.prompt, self.config.data.get("apply_chat_template_kwargs")
+        )
+
+    def _setup(self) -> None:
+        super()._setup()
+        actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+        self.actor_rollout_wg.set_loss_fn(partial(policy_loss, config=actor))
+
+    def on_step_begin(self) -> None:
+        super().on_step_begin()
+        self._steps_before = self.totals["env_steps"]
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        # verl decides before a step whether it is the last, which is validated: so look ahead by one step.
+        if self.bpo.max_env_steps is not None:
+            taken = self.totals["env_steps"] - self._steps_before
+            left = self.bpo.max_env_steps - self.totals["env_steps"]
+            if left < 1.5 * taken:
+                self.total_training_steps = min(self.total_training_steps, self.global_steps + 1)
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        limit = self.memory.limit(self.bpo.branch.share) if self.bpo.branch.selector == "quantile" else None
+        if limit is not None:
+            tu.assign_non_tensor_data(batch, BRANCH_LIMIT, limit)
+        return super()._submit_batch_to_rollout(batch)
+
+    # --- optimizer steps --------------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps a training step and epoch: rows vary with the trees, updates must not."""
+        if self.bpo.updates_per_step is not None:
+            return self.bpo.updates_per_step
+        return max(1, self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        return dp_size * self.updates_per_step
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        if self.bpo.packed_tree.enable:
+            return self._place_trees(batch, metrics)
+        batch = super()._balance_batch(batch, metrics, **kwargs)
+        ranks = self._ranks()
+        size = len(batch) // ranks
+        order: list[int] = []
+        for rank in range(ranks):
+            order += _spread_padding(batch.tags[rank * size : (rank + 1) * size], rank * size)
+        batch.reorder(order)
+        return batch
+
+    def _ranks(self) -> int:
+        found = self.actor_rollout_wg._dispatch_info
+        if "actor" not in found:
+            found["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
+        return max(found["actor"]) + 1
+
+    def _place_trees(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """For packed trees: a prompt's rows in one mini-batch of one rank as far as possible. Padding rows fill up the
+        mini-batches; they are equal, so that packed they cost one of them."""
+        ranks, rows = self._ranks(), len(batch)
+        ids = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])[
+            "input_ids"
+        ]
+        prompts = [_session(_session(key)) for key in batch.keys]
+        cells = place_rows(ids, prompts, ranks * self.updates_per_step)
+        size = max(map(len, cells))
+        batch = upsample_batch_to_divisible_size(batch, size * len(cells), self.tokenizer.eos_token_id)
+        padding = iter(range(rows, len(batch)))
+        order = [i for cell in cells for i in (*cell, *islice(padding, size - len(cell)))]
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        per_rank = [order[r * len(order) // ranks : (r + 1) * len(order) // ranks] for r in range(ranks)]
+        metrics.update(log_seqlen_unbalance(lengths, per_rank, "global_seqlen"))
+        batch.reorder(order)
+        return batch
+
+    def _mini_batches(self, batch: KVBatchMeta, section: Any, update: Any, metrics: dict) -> KVBatchMeta:
+        """Run verl's ``update`` with mini-batches of ``rows / updates_per_step`` rows.
+
+        verl multiplies ``ppo_mini_batch_size`` by ``rollout.n``, which says nothing about the rows of a tree.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        rows, (size, n) = len(batch) // self.updates_per_step, (section.ppo_mini_batch_size, rollout.n)
+        with open_dict(self.config):
+            section.ppo_mini_batch_size, rollout.n = rows, 1
+        try:
+            return update(batch, metrics)
+        finally:
+            with open_dict(self.config):
+                section.ppo_mini_batch_size, rollout.n = size, n
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        actor = self.config.actor_rollout_ref.actor
+        batch = self._mini_batches(batch, actor, super()._update_actor, metrics)
+        self.totals["updates"] += self.updates_per_step * actor.ppo_epochs
+        metrics["compute/updates"] = float(self.totals["updates"])
+        _packed_metrics(metrics, self.updates_per_step * actor.ppo_epochs)
+        return batch
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self._mini_batches(batch, self.config.critic, super()._update_critic, metrics)
+
+    # --- advantages -------------------------------------------------------------------------------------------------
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        padding = np.array([bool(tag.get("is_padding", False)) for tag in batch.tags])
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "extra_fields"]
+        )
+        uids, extras = _plain_list(data["uid"]), _plain_list(data["extra_fields"])
+        trees = self._trees(batch.keys, uids, extras, padding)
+        self._count(trees, metrics)
+        metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
+        if self.config.algorithm.adv_estimator not in ESTIMATORS:
+            return self._stock_advantage(batch, uids, extras, metrics)
+        rows = []
+        for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding):
+            row = extra.get("row") or {"nodes": []}
+            shift = 0 if pad else trees.offset[_session(key)]
+            nodes = [] if pad else [n + shift for n in row["nodes"]]
+            rows.append(RowSpans(mask, nodes, row.get("starts", []), row.get("ends", [])))
+        return self._turn_advantage(batch, trees, rows, uids, metrics)
+
+    def _turn_advantage(
+        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+    ) -> KVBatchMeta:
+        """BPO: siblings' returns."""
+        turns, masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
+        advantages = [row.spread(turns) for row in rows]
+        return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
+
+    def _sibling_advantages(
+        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """BPO's weighted advantage of every turn [N], and each row's mask of the tokens that it trains."""
+        result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
+        metrics.update(advantage_metrics(result))
+        self._dump_advantages(trees, uids, batch.keys, result)
+        masks = [(row.spread(result.valid.long()) * row.mask).to(row.mask.dtype) for row in rows]
+        return result.advantage * result.weight, masks
+
+    def _put(self, batch: KVBatchMeta, masks: list, metrics: dict, **values: list) -> KVBatchMeta:
+        """Write the masks of what is trained and per-token ``values``; then verl's rollout correction, if it is on."""
+        jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        fields = {key: jagged([x.float() for x in rows]) for key, rows in values.items()}
+        fields.update(response_mask=jagged(masks), loss_mask=jagged(masks))
+        metrics["bpo/trained_tokens"] = float(sum(int(m.sum()) for m in masks))
+        correction = self.config.algorithm.get("rollout_correction", None)
+        if correction is not None and not correction.get("bypass_mode", False):
+            fields.update(self._rollout_correction(batch, fields, correction, metrics))
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
+        )
+
+    @staticmethod
+    def _rollout_correction(batch: KVBatchMeta, fields: dict, correction: Any, metrics: dict) -> dict:
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["rollout_log_probs", "old_log_probs"]
+        )
+        data["response_mask"] = fields["response_mask"]
+        lengths = fields["response_mask"].offsets().diff().tolist()
+        proto = DataProto(batch=data.to_padded_tensor())
+        proto, extra = compute_rollout_correction_and_add_to_batch(proto, correction)
+        metrics.update(extra)
+        out = {}
+        for key in ("response_mask", "rollout_is_weights"):
+            if key in proto.batch:
+                rows = [row[:n] for row, n in zip(proto.batch[key], lengths)]
+                out[key] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        out["loss_mask"] = out["response_mask"]
+        return out
+
+    def _stock_advantage(self, batch: KVBatchMeta, uids: list, extras: list, metrics: dict) -> KVBatchMeta:
+        """verl's own estimator, unchanged, on trajectories; a row that stands for a lost tree leaves its prompt's group."""
+        lost = [i for i, e in enumerate(extras) if (e.get("row") or {}).get("trajectory") == -1]
+        if lost:
+            renamed = list(uids)
+            for i in lost:
+                renamed[i] = f"{uids[i]}-lost-{i}"
+            fields = TensorDict({}, batch_size=len(batch))
+            fields["uid"] = np.array(renamed, dtype=object)
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        if self.bpo.prompt.context == "full":
+            return super()._compute_advantage(batch, metrics)
+        return self._joined_advantage(batch, metrics)
+
+    def _joined_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's ``_compute_advantage`` with the rows of a trajectory joined for the estimator."""
+        names = ["uid", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        uids, lengths = _plain_list(data.pop("uid")), data["response_mask"].offsets().diff().tolist()
+        trajectories, algorithm = Trajectories(batch.keys, lengths), self.config.algorithm
+        rows = DataProto(batch=data.to_padded_tensor())
+        # Every row of a trajectory carries its return; joined, it is paid once, at the end.
+        ends = torch.zeros(len(batch), 1)
+        ends[trajectories.last] = 1.0
+        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = rows.batch["rm_scores"] * ends
+        if algorithm.use_kl_in_reward:
+            rows, found = apply_kl_penalty(rows, kl_ctrl=self.kl_ctrl_in_reward, kl_penalty=algorithm.kl_penalty)
+            metrics.update(found)
+        correction, fields = algorithm.get("rollout_correction", None), []
+        if correction is not None and "rollout_log_probs" in rows.batch and not correction.get("bypass_mode", False):
+            rows, found = compute_rollout_correction_and_add_to_batch(rows, correction)
+            metrics.update(found)
+            fields = [name for name in ("response_mask", "rollout_is_weights") if name in rows.batch]
+        if algorithm.use_kl_in_reward:
+            fields.append("token_level_rewards")
+        result = trajectory_advantages(rows, trajectories, [uids[row] for row in trajectories.last], algorithm)
+        jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        values = {name: jagged([row[:n] for row, n in zip(rows.batch[name], lengths)]) for name in fields}
+        values |= {name: jagged(tokens) for name, tokens in result.items()}
+        return tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(values, batch_size=len(batch))
+        )
+
+    @staticmethod
+    def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> TreeBatch:
+        sessions, prompts = {}, {}
+        for key, uid, extra, pad in zip(keys, uids, extras, padding):
+            if not pad and extra.get("tree") is not None:
+                sessions[_session(key)] = extra["tree"]
+                prompts[_session(key)] = uid
+        return build_batch(sessions, prompts)
+
+    # --- counting ---------------------------------------------------------------------------------------------------
+
+    def _count(self, trees: TreeBatch, metrics: dict) -> None:
+        if trees.failures and not bool(trees.turns.usable.any()):
+            raise RunError(
+                f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
+            )
+        for counters in trees.counters:
+            for key in COMPUTE_COUNTERS:
+                self.totals[key] += int(counters.get(key, 0))
+        metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
+        metrics.update(tree_metrics(trees))
+        branch = self.bpo.branch
+        if branch.selector == "quantile":
+            self.memory.add(trees.asked_scores)
+        if (
+            not self._told_blind
+            and branch.needs_entropy
+            and branch.entropy_tokens == "first"
+            and blind_entropy(trees.score)
+        ):
+            self._told_blind = True
+            print(
+                f"verl_bpo: WARNING: in 19 of 20 answers the first token has an entropy below {BLIND} nats, which can't say "
+                "where to branch: if they all begin alike, set bpo.branch.entropy_tokens=open"
+            )
+
+    def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
+        if self.bpo.dump_dir is None:
+            return
+        folder = Path(self.bpo.dump_dir) / "advantages"
+        folder.mkdir(parents=True, exist_ok=True)
+        prompt_of = {_session(k): u for k, u in zip(keys, uids)}
+        with open(folder / f"{self.global_steps:06d}.jsonl", "w") as file:
+            for (session, shift), size in zip(trees.offset.items(), trees.tree_sizes):
+                own = slice(shift, shift + size)
+                record = {
+                    "step": self.global_steps,
+                    "uid": prompt_of[session],
+                    "session": int(session.rsplit("_", 1)[1]),
+                    "options": vars(self.bpo.advantage),
+                    "advantage": result.advantage[own].tolist(),
+                    "weight": result.weight[own].tolist(),
+                    "valid": result.valid[own].tolist(),
+                }
+                file.write(json.dumps(record) + "\n")
+
+    # --- validation -------------------------------------------------------------------------------------------------
+
+    def _val_metrics_update(
+        self, data_sources: list, sample_uids: list, infos: dict, *args: Any, **kwargs: Any
+    ) -> dict:
+        metrics = super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
+        return metrics | success_by_type(data_sources, infos)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        partial_file = folder / f".{STATE_FILE}.partial"
+        state = {"totals": dict(self.totals), "scores": list(self.memory.steps)}
+        partial_file.write_text(json.dumps(state))
+        os.replace(partial_file, folder / STATE_FILE)
+        OmegaConf.save(self.config, folder / CONFIG_FILE, resolve=True)  # verl-bpo eval goes by it
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps == 0:
+            return
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = self.config.trainer.resume_from_path
+        else:
+            folder = find_latest_ckpt_path(os.path.abspath(self.config.trainer.default_local_dir))
+        file = Path(folder) / STATE_FILE
+        if file.exists():
+            state = json.loads(file.read_text())
+            self.totals.update(state["totals"])
+            self.memory.steps.extend(state.get("scores", []))
+
+
+def trajectory_advantages(
+    rows: DataProto, trajectories: Trajectories, uids: list[str], algorithm: Any
+) -> dict[str, list[torch.Tensor]]:
+    """``advantages`` and ``returns`` of each row's tokens by verl's estimator, which sees whole trajectories.
+
+    Args:
+        rows: tensors [rows, tokens], of them ``response_mask`` and ``token_level_rewards``.
+        uids: each trajectory's prompt.
+    """
+    shape = rows.batch["response_mask"].shape
+    tensors = {name: trajectories.join(x) for name, x in rows.batch.items() if x.shape == shape}
+    joined = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)})
+    joined = compute_advantage(
+        joined,
+        adv_estimator=algorithm.adv_estimator,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+        config=algorithm,
+    )
+    return {name: trajectories.split(joined.batch[name]) for name in ("advantages", "returns")}
+
+
+def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwargs: dict | None = None) -> None:
+    """See that model, tokenizer and prompt style go together, before anything is loaded.
+
+    Raises:
+        RunError: they don't.
+    """
+    try:
+        Prompter(tokenizer, prompt, dict(template_kwargs or {}))
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    rows = model.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise RunError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds only {rows}: "
+            f"actor_rollout_ref.model.tokenizer_path and actor_rollout_ref.model.path do not belong together"
+        )
+
+
+def _packed_metrics(metrics: dict, updates: int) -> None:
+    """``packed/*`` of a whole step; verl gives means over the mini-batches. Nothing without packed trees."""
+    for key in [k for k in metrics if k.startswith("actor/packed/")]:
+        metrics[key.removeprefix("actor/")] = float(metrics.pop(key) * updates)
+    if "packed/total_tokens" in metrics:
+        metrics["packed/compute_ratio"] = metrics["packed/unique_tokens"] / metrics["packed/total_tokens"]
+
+
+def _session(key: str) -> str:
+    """``{uid}_{session}`` of a row's key ``{uid}_{session}_{index}``."""
+    return key.rsplit("_", 1)[0]
+
+
+def _spread_padding(tags: list[dict], start: int) -> list[int]:
+    """Order of one rank's rows with its padding rows spread evenly, so that no mini-batch is padding alone."""
+    padding = [start + i for i, tag in enumerate(tags) if tag.get("is_padding", False)]
+    real = [start + i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
+    order, taken = [], 0
+    for slot in range(len(tags)):
+        due = int((slot + 1) * len(padding) / len(tags))
+        if due > taken:
+            order.append(padding[taken])
+            taken += 1
+        else:
+            order.append(real[slot - taken])
+    return order

@@ -1,0 +1,104 @@
+"""Per-step numbers: ``compute/*`` for every algorithm, ``tree/*`` about rollouts, ``bpo/*`` about advantages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_bpo.advantages.bpo import TurnAdvantages
+from verl_bpo.tree.forest import TreeBatch
+
+COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
+"""Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
+
+BLIND = 0.05
+"""Nats below which an entropy is next to 0."""
+
+
+def tree_metrics(batch: TreeBatch) -> dict[str, float]:
+    """Shape, cost and failures of this step's trees. Means are over trees; times are seconds in all."""
+
+    def total(key: str) -> float:
+        return float(sum(c.get(key, 0) for c in batch.counters))
+
+    trees = max(len(batch.counters), 1)
+    usable = batch.turns.usable
+    branching = _branching_turns(batch)
+    scored, valued = ~batch.score.isnan(), ~batch.state_value.isnan()
+    found = {
+        "tree/trees": float(len(batch.counters)),
+        "tree/leaves": float(usable.sum()) / trees,
+        "tree/turns": len(batch.turns.parent) / trees,
+        "tree/depth": _mean(batch.depth[usable].double()),
+        "tree/branch_points": total("branch_points") / trees,
+        "tree/success": _mean(batch.won[usable].double()),
+        "tree/return": _mean(batch.turns.leaf_return[usable]),
+        "tree/truncated": _mean(batch.truncated[usable].double()),
+        "tree/entropy_at_branch": _mean(batch.score[scored & branching]),
+        "tree/entropy_elsewhere": _mean(batch.score[scored & ~branching]),
+        "tree/failed_branches": total("failed"),
+        "tree/recoveries": total("recoveries"),
+        "tree/invalid_actions": total("invalid_actions") / max(len(batch.turns.parent), 1),
+        "tree/snapshots": total("snapshots"),
+        "tree/forks": total("forks"),
+        "tree/filled_roots": total("filled_roots"),
+        "tree/snapshot_seconds": total("snapshot_seconds"),
+        "tree/fork_seconds": total("fork_seconds"),
+        "tree/reset_seconds": total("reset_seconds"),
+        "tree/cached_share": total("cached_tokens") / max(total("cached_tokens") + total("prefill_tokens"), 1),
+    }
+    if bool(valued.any()):
+        found["tree/value_at_branch"] = _mean(batch.state_value[valued & branching])
+        found["tree/value_elsewhere"] = _mean(batch.state_value[valued & ~branching])
+    return found
+
+
+def blind_entropy(score: torch.Tensor) -> bool:
+    """Whether entropies of decision points (nats, NaN where there is none) are next to 0 in 19 of 20, and so can't tell where
+    to branch."""
+    found = score[~score.isnan()]
+    return bool(len(found)) and float(found.quantile(0.95)) < BLIND
+
+
+def advantage_metrics(result: TurnAdvantages) -> dict[str, float]:
+    """What the estimator made of the trees."""
+    found = result.diagnostics
+    return {
+        "bpo/advantage_mean": float(found.advantage_mean),
+        "bpo/advantage_std": float(found.advantage_std),
+        "bpo/sibling_return_variance": _mean(found.group_variance),
+        "bpo/prefix_explained_share": float(found.prefix_explained_share),
+        "bpo/zero_advantage_groups": float(found.zero_advantage_share),
+        "bpo/sibling_groups": float(found.group_size.numel()),
+        "bpo/group_size": _mean(found.group_size.double()),
+        "bpo/turns_without_siblings": 1.0 - _mean(result.valid.double()),
+    }
+
+
+def success_by_type(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Share of validation episodes won, and their number, for each type of task of each data source.
+
+    Args:
+        data_sources: one an episode.
+        infos: verl's ``reward_extra_info`` by key, one value an episode, None where an episode lacks it.
+    """
+    won: dict[str, list[float]] = defaultdict(list)
+    for source, kind, success in zip(data_sources, infos.get("task_type", ()), infos.get("success", ())):
+        if kind is not None and success is not None:
+            won[f"val-type/{source}/{kind}"].append(float(success))
+    metrics = {f"{key}/success": sum(values) / len(values) for key, values in won.items()}
+    return metrics | {f"{key}/episodes": float(len(values)) for key, values in won.items()}
+
+
+def _branching_turns(batch: TreeBatch) -> torch.Tensor:
+    """[N] whether a turn was taken where its tree branched below the initial state."""
+    inner = batch.turns.parent >= 0
+    counts = torch.bincount(batch.turns.parent[inner], minlength=max(len(batch.turns.parent), 1))
+    return inner & (counts[batch.turns.parent.clamp(min=0)] > 1)
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if values.numel() else 0.0

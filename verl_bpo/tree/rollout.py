@@ -1,0 +1,408 @@
+"""Rolling one tree: sandboxes, generation and branching, asynchronously. No verl, no Ray.
+
+The trunk goes on while its forks run. Every sandbox is closed whatever happens; a sandbox that crashes, hangs or lies
+loses its own branch and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
+from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.prompting import Conversation, Prompter
+from verl_bpo.tree.selectors import Candidate, OnlineSelector, branch_score, decision_score, online_selector, rank
+from verl_bpo.tree.topology import ROOT, Node, Tree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Generation:
+    """One sampled action. Lists have one entry per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    entropy: list[float]
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    weights_version: int | None = None
+    state_value: float | None = None
+    """V of the state before the action, where the engine has a value readout."""
+
+
+Generate = Callable[[list[int], int, str], Awaitable[Generation]]
+"""(prompt ids, most tokens to sample, "trajectory/depth" of the action in its tree) -> the sampled action."""
+
+
+class World(Protocol):
+    """One tree's world: opens root sandboxes. ``recoveries`` counts worlds rebuilt after a crash."""
+
+    recoveries: int
+
+    def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]: ...
+
+
+@dataclass
+class _Point:
+    """A decision point kept for forking: everything needed to act there again."""
+
+    node: int
+    depth: int
+    snapshot: Snapshot
+    sandbox: Sandbox
+    conversation: Conversation
+    admissible: tuple[str, ...] | None
+    score: float
+
+
+@dataclass
+class TreeRollout:
+    """Rolls one tree of one task. Use once."""
+
+    generate: Generate
+    world: World
+    executor: Executor
+    prompter: Prompter
+    branch: Any
+    """A ``BranchConfig``."""
+    budget: Budget
+    selector: OnlineSelector | None
+    max_prompt_tokens: int
+    max_response_tokens: int
+    fill: bool = True
+    """Whether what branching leaves over goes to further root samples."""
+    chance: Callable[[str], float] = lambda place: random.random()
+    """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
+
+    @classmethod
+    def configured(
+        cls, config: Any, *, selector: OnlineSelector | None = None, learnt_limit: float | None = None, **parts: Any
+    ) -> TreeRollout:
+        """One that branches and spends as ``config`` (a ``BPOConfig``) says; its world is opened later.
+
+        Args:
+            selector: in place of the one that ``bpo.branch.selector`` names.
+            learnt_limit: what selector ``quantile`` goes by.
+            parts: the other fields.
+        """
+        branch, limits, env = config.branch, config.budget, config.env
+        own = online_selector(
+            branch.selector,
+            limit=branch.threshold,
+            share=branch.share,
+            interval=branch.interval,
+            learnt_limit=learnt_limit,
+        )
+        return cls(
+            world=None,
+            branch=branch,
+            budget=Budget(limits.unit, limits.limit, env.max_turns, env.max_action_tokens),
+            selector=selector or own,
+            fill=limits.fill == "root",
+            **parts,
+        )
+
+    def __post_init__(self) -> None:
+        self.tree = Tree(prompt_ids=[])
+        self.counters: Counter[str] = Counter()
+        self.points: dict[int, list[_Point]] = {}
+        self.nesting: dict[int, int] = {}
+        self.versions: set[int] = set()
+        self._open: set[Sandbox] = set()
+        self._snapshots: list[Snapshot] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._calls: set[Future] = set()
+        self.failures: list[str] = []
+        self.scores: list[float] = []
+        """Scores of the decision points that the online selector was asked about."""
+
+    async def run(self, task: str, seed: int = 0) -> Tree:
+        """Roll the tree.
+
+        Returns:
+            The tree; trajectories lost to a sandbox failure end as ``failed``. ``tree.counters`` holds its costs.
+
+        Raises:
+            SnapshotUnsupported: no tree of this environment can branch; the message says what to do.
+            ValueError: the prompt is longer than the limit.
+            Anything else but a SandboxError: the engine failed, not an environment.
+        """
+        self.task, self.seed = task, seed
+        try:
+            await self._all([self._root() for _ in range(self._claim(self.branch.root_samples, 0))])
+            if self.branch.selector == "top_k":
+                await self._fork_ranked()
+            await self._fill()
+        finally:
+            await self._cleanup()
+        self.counters["recoveries"] = self.world.recoveries
+        self.counters["branch_points"] = len(self.tree.branch_points())
+        self.counters["failed"] = sum(t.end == "failed" for t in self.tree.trajectories)
+        self.counters["leaves"] = sum(1 for _ in self.tree.usable())
+        self.tree.counters = dict(self.counters)
+        return self.tree
+
+    # --- where to spend ---------------------------------------------------------------------------------------------
+
+    def _claim(self, wanted: int, depth: int) -> int:
+        """Reserve up to ``wanted`` trajectories starting after ``depth`` turns; returns how many fit."""
+        granted = min(wanted, self.budget.affordable(depth))
+        for _ in range(granted):
+            self.budget.reserve(depth)
+        return granted
+
+    def _affords(self, depth: int) -> bool:
+        """Whether enough forks fit to compare them with each other."""
+        return self.budget.affordable(depth) >= min(2, self.branch.forks)
+
+    async def _fork_ranked(self) -> None:
+        """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
+        used: set[int] = set()
+        for _ in range(self.branch.top_k):
+            candidates = [
+                Candidate(index, p.node, p.score, self.tree.trajectory_return(self.tree.trajectories[index]) > 0)
+                for index, points in self.points.items()
+                if self.tree.trajectories[index].usable
+                for p in points
+                if p.node not in used
+            ]
+            ranked = rank(candidates, self.branch.trunk)
+            point = next(
+                (p for c in ranked for p in self.points[c.trajectory] if p.node == c.node and self._affords(p.depth)),
+                None,
+            )
+            if point is None:
+                return
+            used.add(point.node)
+            await self._all([self._fork(point)])
+
+    async def _fill(self) -> None:
+        """What branching left over goes to further root samples."""
+        if self.branch.selector == "none" and self.budget.unit == "leaves":
+            return
+        while self.fill and (count := self._claim(self.budget.limit, 0)):
+            self.counters["filled_roots"] += count
+            before = self.budget.spent
+            await self._all([self._root() for _ in range(count)])
+            if self.budget.spent == before:
+                return
+
+    # --- trajectories -----------------------------------------------------------------------------------------------
+
+    async def _root(self) -> None:
+        index = self.tree.add_trajectory(ROOT)
+        self.nesting[index] = 0
+        try:
+            started = time.perf_counter()
+            sandbox, observation = await self._call(self._open_root)
+            self.counters["reset_seconds"] += time.perf_counter() - started
+        except SandboxError as error:
+            self._lost(index, error)
+            self.budget.settle(0, 0, 0)
+            return
+        conversation = self.prompter.first(observation)
+        if len(conversation.ids) > self.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt has {len(conversation.ids)} tokens, more than data.max_prompt_length="
+                f"{self.max_prompt_tokens}: raise it, or shorten the prompt (bpo.prompt.list_actions, "
+                f"bpo.prompt.max_observation_tokens)"
+            )
+        if not self.tree.prompt_ids:
+            self.tree.prompt_ids = list(conversation.ids)
+        await self._trajectory(index, sandbox, conversation, observation.actions, ROOT, 0)
+
+    async def _fork(self, point: _Point) -> None:
+        """Sample K alternatives at ``point`` and roll each to its end."""
+        count = self._claim(self.branch.forks, point.depth)
+        if count == 0:
+            return
+        parent = self.tree.nodes[point.node].parent
+        self.tree.trunk_exchangeable[parent] = self.branch.state_only
+        indices = [self.tree.add_trajectory(parent) for _ in range(count)]
+        nesting = self.nesting[self.tree.nodes[point.node].trajectory] + 1
+        started = time.perf_counter()
+        try:
+            sandboxes = await self._call(self._open_forks, point, count)
+        except SandboxError as error:
+            sandboxes = [error] * count
+        self.counters["fork_seconds"] += time.perf_counter() - started
+        self.counters["forks"] += count
+        jobs = []
+        for index, sandbox in zip(indices, sandboxes):
+            self.nesting[index] = nesting
+            if isinstance(sandbox, Exception):
+                self._lost(index, sandbox)
+                self.budget.settle(point.depth, 0, 0)
+                continue
+            jobs.append(self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.depth))
+        await self._all(jobs)
+
+    async def _trajectory(
+        self,
+        index: int,
+        sandbox: Sandbox,
+        conversation: Conversation,
+        admissible: tuple[str, ...] | None,
+        parent: int,
+        depth: int,
+    ) -> None:
+        """Turn after turn to the end of the episode."""
+        start_depth, start_steps, tokens = depth, sandbox.env_steps, 0
+        forks: list[asyncio.Task] = []
+        trajectory = self.tree.trajectories[index]
+        try:
+            while True:
+                room = self._room(conversation)
+                most = min(self.budget.max_action_tokens, room)
+                sampled = await self.generate(conversation.ids, most, f"{index}/{depth}")
+                tokens += len(sampled.token_ids)
+                self._count(sampled)
+                text = self.prompter.decode(sampled.token_ids)
+                action, valid = self.prompter.parse(text, admissible)
+                which = self.branch.entropy_tokens
+                forced = self.prompter.forced_tokens(sampled.token_ids, admissible) if which == "open" else 0
+                entropy = decision_score(sampled.entropy, which, self.branch.entropy_m, forced)
+                point = None
+                online = False
+                if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":
+                    score = branch_score(self.branch.score, entropy, sampled.state_value)
+                    online = self._chosen(score, depth, f"{index}/{depth}") and self._affords(depth)
+                    if online or self.selector is None:
+                        point = await self._snapshot(sandbox, depth, conversation, admissible, score)
+                observation = await self._call(sandbox.step, action)
+                self.counters["invalid_actions"] += not valid
+                after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
+                depth += 1
+                full = self._room(after) < 1
+                node = self.tree.add_node(
+                    Node(
+                        parent=parent,
+                        trajectory=index,
+                        action_ids=list(sampled.token_ids),
+                        action_logprobs=list(sampled.logprobs),
+                        action_entropy=list(sampled.entropy),
+                        prompt_ids=list(conversation.ids) if self.prompter.windowed else None,
+                        reward=observation.reward,
+                        action_text=action,
+                        observation_text=observation.text,
+                        actions=admissible,
+                        score=entropy,
+                        state_value=sampled.state_value,
+                        cached_tokens=sampled.cached_tokens,
+                        prefill_tokens=sampled.prefill_tokens,
+                        valid_action=valid,
+                    )
+                )
+                if point is not None:
+                    point.node = node
+                    self.points.setdefault(index, []).append(point)
+                    if online:
+                        forks.append(self._spawn(self._fork(point)))
+                parent = node
+                if observation.done or depth >= self.budget.max_turns or full:
+                    trajectory.end = "terminated" if observation.terminated else "truncated"
+                    trajectory.info = dict(observation.info)
+                    break
+                self.tree.nodes[node].observation_ids = after.added
+                conversation, admissible = after, observation.actions
+        except SnapshotUnsupported:
+            raise
+        except SandboxError as error:
+            self._lost(index, error)
+        finally:
+            steps = sandbox.env_steps - start_steps
+            self.counters["env_steps"] += steps
+            self.budget.settle(start_depth, steps, tokens)
+            await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up
+            self._open.discard(sandbox)
+        if forks:
+            await asyncio.gather(*forks)
+
+    async def _snapshot(self, sandbox, depth, conversation, admissible, score) -> _Point:
+        started = time.perf_counter()
+        snapshot = await self._call(self._take_snapshot, sandbox)
+        self.counters["snapshot_seconds"] += time.perf_counter() - started
+        self.counters["snapshots"] += 1
+        return _Point(-1, depth, snapshot, sandbox, conversation, admissible, score)
+
+    # --- small parts ------------------------------------------------------------------------------------------------
+
+    def _chosen(self, score: float, depth: int, place: str) -> bool:
+        if self.selector is None:
+            return False
+        self.scores.append(score)
+        return self.selector(score, depth, self.chance(place))
+
+    def _room(self, conversation: Conversation) -> int:
+        """Tokens that the row may still take after this conversation."""
+        if self.prompter.windowed:
+            return self.max_response_tokens if len(conversation.ids) <= self.max_prompt_tokens else 0
+        return len(self.tree.prompt_ids) + self.max_response_tokens - len(conversation.ids)
+
+    def _count(self, sampled: Generation) -> None:
+        self.counters["generated_tokens"] += len(sampled.token_ids)
+        self.counters["cached_tokens"] += sampled.cached_tokens
+        self.counters["prefill_tokens"] += sampled.prefill_tokens
+        if sampled.weights_version is not None:
+            self.versions.add(sampled.weights_version)
+
+    def _lost(self, index: int, error: Exception) -> None:
+        self.tree.trajectories[index].end = "failed"
+        self.failures.append(f"{type(error).__name__}: {error}")
+        logger.warning("task %s: branch %d lost: %s: %s", self.task, index, type(error).__name__, error)
+
+    # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.
+
+    def _open_root(self) -> tuple[Sandbox, Observation]:
+        sandbox, observation = self.world.reset(self.task, self.seed)
+        self._open.add(sandbox)
+        return sandbox, observation
+
+    def _open_forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
+        sandboxes = point.sandbox.fork(point.snapshot, count)
+        self._open.update(s for s in sandboxes if not isinstance(s, Exception))
+        return sandboxes
+
+    def _take_snapshot(self, sandbox: Sandbox) -> Snapshot:
+        snapshot = sandbox.snapshot()
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    async def _call(self, function: Callable, *args: Any) -> Any:
+        call = self.executor.submit(function, *args)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.wrap_future(call)
+
+    def _spawn(self, job: Awaitable) -> asyncio.Task:
+        task = asyncio.ensure_future(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _all(self, jobs: list[Awaitable]) -> None:
+        if jobs:
+            await asyncio.gather(*[self._spawn(job) for job in jobs])
+
+    async def _cleanup(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*list(self._tasks), return_exceptions=True)
+        await asyncio.to_thread(wait, list(self._calls))
+        for thing, give_back in [(s, s.close) for s in self._open] + [(s, s.release) for s in self._snapshots]:
+            try:
+                await self._call(give_back)
+            except SandboxError as error:
+                logger.warning("task %s: giving back %s failed: %s", self.task, type(thing).__name__, error)
+        self._open.clear()
+        self._snapshots.clear()
+        self.points.clear()
