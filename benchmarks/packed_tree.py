@@ -9,10 +9,10 @@ Forward and backward of every row's log-probs, by mode:
     rows          one sequence of all rows, each attending to itself alone: what remove-padding computes, by one call of SDPA
                   a row (rows:torch_varlen, on a GPU: by one call for all)
     packed        the tree, each token once (packed:BACKEND where there is a choice)
-    frugal        the same in chunks of --chunk tokens, with one more forward
+    chunked       the same in chunks of --chunk tokens, with one more forward
 
 With --learned SHARE only the first so many of each turn's tokens have a loss, as in an agent's trajectory, where the rest is
-what the world says. ``packed`` and ``frugal`` then compute logits for these alone; ``packed/all`` and ``frugal/all``, like
+what the world says. ``packed`` and ``chunked`` then compute logits for these alone; ``packed/all`` and ``chunked/all``, like
 ``rows``, for all tokens.
 
 Repeats are interleaved over the modes, time ratios are medians of paired runs against ``rows``. The ideal ratio is unique over
@@ -44,7 +44,7 @@ sys.path.insert(0, str(REPOSITORY))  # so that a machine without verl needs no i
 from verl_bpo.model.packed_tree import (  # noqa: E402
     PackedTreeUnsupported,
     choose_backend,
-    frugal_outputs,
+    chunked_outputs,
     pack_rows,
     packed_forward,
     row_outputs,
@@ -163,7 +163,7 @@ ALL_ATTENTION_FUNCTIONS.register("varlen_rows", varlen_rows)
 
 
 def modes_for(device: str, dtype: torch.dtype, backends: list[str] | None, all_too: bool) -> list[str]:
-    ours = [mode + end for mode in ("packed", "frugal") for end in ("", ALL)[: 1 + all_too]]
+    ours = [mode + end for mode in ("packed", "chunked") for end in ("", ALL)[: 1 + all_too]]
     kind = torch.device(device)
     if kind.type != "cuda" and not backends:
         return ["padded", "rows", *ours]
@@ -205,9 +205,9 @@ def log_probs(mode: str, model: Qwen2ForCausalLM, rows: Rows, learned: torch.Ten
     tree = pack_rows(rows).to(device)
     everything = int(learned.sum()) == len(learned) - len(rows)  # nothing predicts a row's first token
     wanted = None if mode.endswith(ALL) or everything else wanted_logits(tree, learned.to(device))
-    if mode.removesuffix(ALL) == "frugal":
+    if mode.removesuffix(ALL) == "chunked":
         chunks = -(-tree.unique_tokens // chunk)
-        return frugal_outputs(model, tree, chunks=chunks, backend=backend or "auto", wanted=wanted).log_probs
+        return chunked_outputs(model, tree, chunks=chunks, backend=backend or "auto", wanted=wanted).log_probs
     logits = packed_forward(model, tree, backend or "auto", wanted).logits[0]
     return row_outputs(*tree_outputs(logits, tree, wanted=wanted), tree).log_probs
 
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument(
         "--checkpointing", action=argparse.BooleanOptionalAction, help="of every mode's layers; default: on a GPU"
     )
-    parser.add_argument("--chunk", type=int, help="tokens of a chunk in frugal mode; default: 1024, on a GPU 8192")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk in chunked mode; default: 1024, on a GPU 8192")
     parser.add_argument(
         "--learned", type=float, default=1.0, help="share of each turn's tokens that have a loss; default: 1"
     )
@@ -371,7 +371,7 @@ def main() -> None:
         "model_shape": MODELS[arguments.model][0],
         "dtype": str(dtype).removeprefix("torch."),
         "gradient_checkpointing": checkpointing,
-        "frugal_chunk": chunk,
+        "chunked_chunk": chunk,
         "learned": arguments.learned,
         "repeats": arguments.repeats,
         "shapes": {},

@@ -23,6 +23,6 @@ def test_it_needs_torch_and_transformers_only(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["shapes"]["tiny"]
     assert found["unique_tokens"] < found["total_tokens"] and not found["failed"]
     for key in ("time_ratio", "memory_ratio", "gradient_difference"):
-        assert list(found[key]) == ["padded", "rows", "packed", "frugal"]
+        assert list(found[key]) == ["padded", "rows", "packed", "chunked"]
     assert max(found["gradient_difference"].values()) < 1e-4
     assert all(line.split()[0] == "tiny" for line in done.stdout.splitlines()[1:])

@@ -117,12 +117,12 @@ def trained_adapters(engine) -> None:
                 parameter.copy_(value)
 
 
-def frugal(engine, budget: int) -> dict:
-    engine.frugal = "true"
+def chunked(engine, budget: int) -> dict:
+    engine.chunked = "true"
     try:
         return result(engine, budget)
     finally:
-        engine.frugal = "auto"
+        engine.chunked = "auto"
 
 
 def tree_rows(context: str, rank: int = 0, ranks: int = 1, seed: int = 0) -> TensorDict:
@@ -186,20 +186,20 @@ def main(folder: Path) -> None:
             engine = build(folder, vendor, checkpointing)
             for budget in (100_000, 120):
                 found[vendor, checkpointing, budget] = result(engine, budget)
-        found["frugal", checkpointing] = frugal(engine, 24)
+        found["chunked", checkpointing] = chunked(engine, 24)
     for kind, settings in OTHERS.items():
         for vendor in ("stock", packed_engine.VENDOR):
             engine = build(folder, vendor, True, **settings)
             if kind == "lora":
                 trained_adapters(engine)
             found[kind, vendor] = result(engine, 100_000)
-        found[kind, "frugal"] = frugal(engine, 24)
+        found[kind, "chunked"] = chunked(engine, 24)
     for context in ("full", "window"):
         for vendor in ("stock", packed_engine.VENDOR):
             found["readout", context, vendor] = readout(folder, vendor, context)
-        os.environ[packed_engine.FRUGAL] = "true"
-        found["readout", context, "frugal"] = readout(folder, packed_engine.VENDOR, context, budget=16)
-        os.environ[packed_engine.FRUGAL] = "auto"
+        os.environ[packed_engine.CHUNKED] = "true"
+        found["readout", context, "chunked"] = readout(folder, packed_engine.VENDOR, context, budget=16)
+        os.environ[packed_engine.CHUNKED] = "auto"
     if dist.get_rank() == 0:
         torch.save(found, folder / f"packed-{dist.get_world_size()}.pt")
 

@@ -18,7 +18,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("VERL_ENGINE_VENDOR", "VERL_BPO_PACKED_BACKEND", "VERL_BPO_PACKED_FRUGAL", "VERL_BPO_ENTROPY"):
+    for name in ("VERL_ENGINE_VENDOR", "VERL_BPO_PACKED_BACKEND", "VERL_BPO_PACKED_CHUNKED", "VERL_BPO_ENTROPY"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
@@ -37,7 +37,7 @@ def test_one_key_selects_the_engines_of_all_workers(environment, capsys):
     prepare(prepared)
     sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
     assert sent.VERL_ENGINE_VENDOR == PACKED_VENDOR == VENDOR == os.environ["VERL_ENGINE_VENDOR"]
-    assert (sent.VERL_BPO_PACKED_BACKEND, sent.VERL_BPO_PACKED_FRUGAL) == ("auto", "auto")
+    assert (sent.VERL_BPO_PACKED_BACKEND, sent.VERL_BPO_PACKED_CHUNKED) == ("auto", "auto")
     assert "WARNING" not in capsys.readouterr().out
 
 
@@ -46,7 +46,7 @@ def test_the_engines_know_the_mode_that_is_sent_to_them(environment, value, expe
     prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.frugal={value}")
     prepare(prepared)
     sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
-    assert sent["VERL_BPO_PACKED_FRUGAL"] == expected
+    assert sent["VERL_BPO_PACKED_CHUNKED"] == expected
     assert expected in CHUNKED_COST
 
 

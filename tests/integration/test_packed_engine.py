@@ -56,21 +56,21 @@ def test_packed_engine_equals_verls(found, checkpointing, budget):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 def test_an_engine_that_computes_trees_in_chunks_equals_verls(found, checkpointing):
     """Budget 24: every tree is larger, and so are most rows; several micro-batches of several chunks each."""
-    ours = found["frugal", checkpointing]
+    ours = found["chunked", checkpointing]
     assert ours["micro_batches"] > 1
     chunked, unique = (ours["metrics"][f"packed/{k}_tokens"].aggregate() for k in ("chunked", "unique"))
     assert 0.9 * unique < chunked <= unique
     assert_same(ours, found["stock", checkpointing, 100_000], 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["packed_tree", "frugal"])
+@pytest.mark.parametrize("mode", ["packed_tree", "chunked"])
 def test_adapters_get_the_gradients_that_verls_engine_gives_them(found, mode):
     ours, theirs = found["lora", mode], found["lora", "stock"]
     assert len(theirs["grads"]) == 2 * 2 * 7 and all(grad.abs().max() > 1e-6 for grad in theirs["grads"].values())
     assert_same(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["packed_tree", "frugal"])
+@pytest.mark.parametrize("mode", ["packed_tree", "chunked"])
 def test_in_bfloat16_the_engine_is_as_close_to_float32_as_verls(found, mode):
     exact, ours, theirs = found["stock", True, 100_000], found["bf16", mode], found["bf16", "stock"]
     assert not torch.equal(ours["log_probs"], exact["log_probs"])
@@ -82,7 +82,7 @@ def test_in_bfloat16_the_engine_is_as_close_to_float32_as_verls(found, mode):
 
 
 @pytest.mark.parametrize("context", ["full", "window"])
-@pytest.mark.parametrize("mode", ["packed_tree", "frugal"])
+@pytest.mark.parametrize("mode", ["packed_tree", "chunked"])
 def test_an_actor_with_a_readout_learns_the_same_values(found, context, mode):
     theirs, ours = found["readout", context, "stock"], found["readout", context, mode]
     assert (theirs["engine"], ours["engine"]) == ("ValueReadoutEngine", "PackedReadoutEngine")
@@ -90,7 +90,7 @@ def test_an_actor_with_a_readout_learns_the_same_values(found, context, mode):
         assert theirs[key].abs().max() > 1e-3
         torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-4)
     assert 0 < ours["losses"]["packed/unique_tokens"] < 0.9 * ours["losses"]["packed/total_tokens"]
-    assert (ours["losses"]["packed/chunked_tokens"] > 0) == (mode == "frugal")
+    assert (ours["losses"]["packed/chunked_tokens"] > 0) == (mode == "chunked")
     for key in ("sapo/v_loss", "sapo/q_loss"):
         assert ours["losses"][key] == pytest.approx(theirs["losses"][key], rel=1e-4), key
     for key in ("sapo/gradient_policy", "sapo/gradient_value"):  # norms over tokens, of which rows have several copies

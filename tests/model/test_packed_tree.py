@@ -32,7 +32,7 @@ from verl_bpo.model.packed_tree import (
     attention,
     check_layers,
     choose_backend,
-    frugal_outputs,
+    chunked_outputs,
     pack_rows,
     packed_forward,
     place_rows,
@@ -127,9 +127,9 @@ def packed(model: nn.Module, rows: list[list[int]], temperature: float = 1.0, ba
     return out.log_probs, out.entropy
 
 
-def frugal(model: nn.Module, rows: list[list[int]], temperature: float = 1.0):
+def chunked(model: nn.Module, rows: list[list[int]], temperature: float = 1.0):
     tree = pack_rows(rows)
-    out = frugal_outputs(model, tree, temperature, entropy=True, chunks=max(2, tree.unique_tokens // 24))
+    out = chunked_outputs(model, tree, temperature, entropy=True, chunks=max(2, tree.unique_tokens // 24))
     return out.log_probs, out.entropy
 
 
@@ -236,14 +236,14 @@ def test_packed_equals_rows_at_another_temperature():
     assert_same(evaluate(model, rows, temperature=0.7), evaluate(model, rows, reference, temperature=0.7), 1e-12)
 
 
-@pytest.mark.parametrize("compute", [packed, frugal])
+@pytest.mark.parametrize("compute", [packed, chunked])
 def test_nodes_longer_than_a_query_block_equal_rows(compute, monkeypatch):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 4)
     rows, model = make_rows(2), make_model()
     assert_same(evaluate(model, rows, compute), evaluate(model, rows, reference), 1e-12)
 
 
-@pytest.mark.parametrize("compute", [packed, frugal])
+@pytest.mark.parametrize("compute", [packed, chunked])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(reentrant, compute):
     rows, model = make_rows(1), make_model()
@@ -254,7 +254,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant, compute):
     assert model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("compute", [packed, frugal])
+@pytest.mark.parametrize("compute", [packed, chunked])
 def test_adapters_get_the_same_gradients(compute):
     peft = pytest.importorskip("peft")
     model = make_model()
@@ -323,9 +323,9 @@ def test_autocast_gives_the_rows_result():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
-def test_frugal_equals_rows_in_float64(name, seed):
+def test_chunked_equals_rows_in_float64(name, seed):
     rows, model = make_rows(seed), make_model(name)
-    assert_same(evaluate(model, rows, frugal), evaluate(model, rows, reference), 1e-12)
+    assert_same(evaluate(model, rows, chunked), evaluate(model, rows, reference), 1e-12)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7, None])
@@ -335,22 +335,22 @@ def test_any_number_of_chunks_gives_the_same(chunks):
     count = chunks or pack_rows(rows).unique_tokens
 
     def compute(model, rows, temperature):
-        out = frugal_outputs(model, pack_rows(rows), temperature, entropy=True, chunks=count)
+        out = chunked_outputs(model, pack_rows(rows), temperature, entropy=True, chunks=count)
         return out.log_probs, out.entropy
 
     assert_same(evaluate(model, rows, compute), evaluate(model, rows, reference), 1e-12)
 
 
-def test_frugal_equals_rows_in_float32():
+def test_chunked_equals_rows_in_float32():
     rows, model = make_rows(0), make_model(dtype=torch.float32)
-    assert_same(evaluate(model, rows, frugal), evaluate(model, rows, reference), 1e-5)
+    assert_same(evaluate(model, rows, chunked), evaluate(model, rows, reference), 1e-5)
 
 
-def test_frugal_under_autocast_gives_the_packed_gradients():
+def test_chunked_under_autocast_gives_the_packed_gradients():
     rows, model = make_rows(0), make_model(dtype=torch.float32)
     exact = evaluate(model, rows, reference)[3]
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = evaluate(model, rows, frugal)[3], evaluate(model, rows, packed)[3]
+        ours, theirs = evaluate(model, rows, chunked)[3], evaluate(model, rows, packed)[3]
     error = lambda grads: sum(float((grads[n] - exact[n]).square().sum()) for n in exact)  # noqa: E731
     assert error(ours) < 2 * error(theirs)
 
@@ -386,11 +386,11 @@ def test_numbers_read_inside_the_model_come_back_where_they_were_asked_for():
     theirs = [x.clone() for x in theirs]
     reads = HiddenReads(positions, begin, lambda: found[0])
     for wanted in (None, torch.arange(tree.unique_tokens)):
-        out = frugal_outputs(model, tree, chunks=5, reads=reads, wanted=wanted)
+        out = chunked_outputs(model, tree, chunks=5, reads=reads, wanted=wanted)
         for a, b in zip(result(out.reads, out.log_probs), theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     few = torch.unique(torch.cat([*positions, torch.arange(0, tree.unique_tokens, 3)]))
-    out = frugal_outputs(model, tree, chunks=5, reads=reads, wanted=few)
+    out = chunked_outputs(model, tree, chunks=5, reads=reads, wanted=few)
     for a, b in zip(out.reads, theirs):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -400,7 +400,7 @@ def picked(model: nn.Module, rows: list[list[int]], wanted: torch.Tensor, chunks
     tree = pack_rows(rows)
     if chunks:
         count = min(chunks, tree.unique_tokens)
-        return frugal_outputs(model, tree, temperature, entropy=True, chunks=count, wanted=wanted)
+        return chunked_outputs(model, tree, temperature, entropy=True, chunks=count, wanted=wanted)
     logits = packed_forward(model, tree, wanted=wanted).logits[0]
     return row_outputs(*tree_outputs(logits, tree, temperature, entropy=True, wanted=wanted), tree)
 
@@ -441,14 +441,14 @@ def test_nothing_learned_gives_zeros_and_no_gradient(chunks):
 
 
 def test_a_second_backward_says_that_it_is_one_too_many():
-    out = frugal_outputs(make_model(), pack_rows(make_rows(0)), chunks=3)
+    out = chunked_outputs(make_model(), pack_rows(make_rows(0)), chunks=3)
     out.log_probs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         out.log_probs.sum().backward()
 
 
 @pytest.mark.parametrize("leaves", [8, 24])
-def test_frugal_holds_a_chunk_and_not_the_tree(leaves):
+def test_chunked_holds_a_chunk_and_not_the_tree(leaves):
     """Saved activations are counted at their peak, at a fixed length of chunks: however wide the tree, no more than a row."""
     rng = random.Random(0)
     run = lambda n: [rng.randrange(VOCABULARY) for _ in range(n)]  # noqa: E731
@@ -457,7 +457,7 @@ def test_frugal_holds_a_chunk_and_not_the_tree(leaves):
 
     def compute(model, rows, temperature):
         tree = pack_rows(rows)
-        out = frugal_outputs(model, tree, temperature, entropy=True, chunks=-(-tree.unique_tokens // 60))
+        out = chunked_outputs(model, tree, temperature, entropy=True, chunks=-(-tree.unique_tokens // 60))
         return out.log_probs, out.entropy
 
     model = make_model()
@@ -572,11 +572,11 @@ def test_a_model_without_the_attention_interface_is_refused():
         packed(model, make_rows(0))
 
 
-def test_frugal_refuses_dropout():
+def test_chunked_refuses_dropout():
     model = make_model()
     model.model.layers[0].mlp.dropout = nn.Dropout(0.1)
     with pytest.raises(PackedTreeUnsupported, match="dropout"):
-        frugal(model, make_rows(0))
+        chunked(model, make_rows(0))
 
 
 # --- backends
@@ -823,8 +823,8 @@ def test_ranks_agree_on_the_number_of_chunks(monkeypatch):
     for data, plan in zip((big, small), plans):
         assert sorted(r for part in plan for r in part.rows) == list(range(len(data[0])))
         for part in plan:
-            frugal_able = pack_rows([data[0][r] for r in part.rows]).unique_tokens
-            assert part.chunks <= frugal_able
+            most = pack_rows([data[0][r] for r in part.rows]).unique_tokens
+            assert part.chunks <= most
 
 
 def test_all_ranks_stop_when_one_has_too_few_rows(monkeypatch):

@@ -33,7 +33,7 @@ from verl_bpo.model.packed_tree import (
     PackedTreeUnsupported,
     RowOutputs,
     choose_backend,
-    frugal_outputs,
+    chunked_outputs,
     has_dropout,
     pack_rows,
     plan_micro_batches,
@@ -48,7 +48,7 @@ from verl_bpo.model.value_readout import ReadPositions, ReadValues
 VENDOR = "packed_tree"
 BACKEND = "VERL_BPO_PACKED_BACKEND"
 """Environment variable with the attention backend, ``auto`` when unset."""
-FRUGAL = "VERL_BPO_PACKED_FRUGAL"
+CHUNKED = "VERL_BPO_PACKED_CHUNKED"
 """Environment variable with ``bpo.packed_tree.frugal``: ``auto`` when unset."""
 CHUNKED_COST = {"auto": (4 / 3, 1.0), "true": (0.0, 0.0), "false": (None, None)}
 """By mode, what a token costs in chunks relative to one piece, for :func:`plan_micro_batches`: training and without
@@ -69,7 +69,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(model_config, engine_config)
         self.backend = os.environ.get(BACKEND, "auto")
-        self.frugal = os.environ.get(FRUGAL, "auto")
+        self.chunked = os.environ.get(CHUNKED, "auto")
         super().__init__(model_config, engine_config, *args, **kwargs)
         self._tree: PackedTree | None = None
         self._wanted: torch.Tensor | None = None
@@ -81,13 +81,13 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         attach(base)  # before sharding, so that an unsupported model stops here
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
-        if self.frugal != "false" and not self.engine_config.forward_only and has_dropout(base):
-            if self.frugal == "true":
+        if self.chunked != "false" and not self.engine_config.forward_only and has_dropout(base):
+            if self.chunked == "true":
                 raise PackedTreeUnsupported(
                     "bpo.packed_tree.frugal=True computes each token twice, which this model's dropout would make differ: set "
                     "dropout to 0, or bpo.packed_tree.frugal=False"
                 )
-            self.frugal = "false"
+            self.chunked = "false"
             print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.frugal=False in place of auto")
         module = super()._build_fsdp_module(module)
         name = get_device_name()
@@ -152,7 +152,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         _, output_args = self.prepare_model_inputs(micro_batch)
         half = self._autocast_dtype != torch.float32
         with torch.autocast(get_device_name(), self._autocast_dtype) if half else nullcontext():
-            outputs = frugal_outputs(
+            outputs = chunked_outputs(
                 self.module,
                 self._tree,
                 **_asked(micro_batch),
@@ -192,7 +192,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
     # --- micro-batches ----------------------------------------------------------------------------------------------
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
-        chunked_cost = CHUNKED_COST[self.frugal][forward_only]
+        chunked_cost = CHUNKED_COST[self.chunked][forward_only]
         with _tree_micro_batches(chunked_cost):
             return super().forward_backward_batch(data, loss_function, forward_only)
 

@@ -1,14 +1,14 @@
 """A tree's rows as one sequence in which each shared token stands once. torch and transformers only.
 
 :mod:`trie` packs rows, :mod:`attention` makes each token see its own path, :mod:`forward` runs a model and brings
-log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees whole, :mod:`frugal` computes a tree in
+log-probs back onto the rows, :mod:`batching` cuts micro-batches that keep trees whole, :mod:`chunked` computes a tree in
 :mod:`chunks`, which trades one more forward for much less memory.
 """
 
 from verl_bpo.model.packed_tree.attention import BACKENDS, PackedTreeUnsupported, check_layers, choose_backend
 from verl_bpo.model.packed_tree.batching import MicroBatch, place_rows, plan_micro_batches
+from verl_bpo.model.packed_tree.chunked import HiddenReads, chunked_outputs, has_dropout
 from verl_bpo.model.packed_tree.forward import RowOutputs, packed_forward, row_outputs, tree_outputs, wanted_logits
-from verl_bpo.model.packed_tree.frugal import HiddenReads, frugal_outputs, has_dropout
 from verl_bpo.model.packed_tree.trie import PackedTree, pack_rows, sort_rows
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "RowOutputs",
     "check_layers",
     "choose_backend",
-    "frugal_outputs",
+    "chunked_outputs",
     "has_dropout",
     "pack_rows",
     "packed_forward",

@@ -48,7 +48,7 @@ class MicroBatch:
     rows: list[int]
     """Row numbers."""
     chunks: int = 1
-    """In how many chunks of tokens it is to be computed (see :mod:`frugal`), the same on every rank."""
+    """In how many chunks of tokens it is to be computed (see :mod:`chunked`), the same on every rank."""
 
 
 def plan_micro_batches(

@@ -24,7 +24,7 @@ class RowOutputs:
     """(T,) nats: entropy of the distribution that the next token is drawn from, 0 where no logits were wanted. None if not
     asked for."""
     reads: tuple[torch.Tensor, ...] = ()
-    """What :class:`frugal.HiddenReads` asked for."""
+    """What :class:`chunked.HiddenReads` asked for."""
 
 
 def model_inputs(

@@ -1,4 +1,4 @@
-"""Packed trees whose memory follows a chunk of tokens instead of the whole tree.
+"""Chunked recomputation: packed trees whose memory follows a chunk of tokens instead of the whole tree.
 
 The tree is computed chunk by chunk, each continuing from the keys and values of its path (:mod:`chunks`). The first pass
 keeps those, and no graph. The backward pass takes the chunks last to first: each is computed again, and its graph lives
@@ -38,7 +38,7 @@ class HiddenReads:
     """Called after, returns what was read at each of the positions."""
 
 
-def frugal_outputs(
+def chunked_outputs(
     model: nn.Module,
     tree: PackedTree,
     temperature: float = 1.0,
@@ -66,13 +66,13 @@ def frugal_outputs(
     attach(model)
     if model.training and has_dropout(model):
         raise PackedTreeUnsupported(
-            "frugal mode computes each token twice, which dropout would make differ: set it to 0"
+            "chunked recomputation computes each token twice, which dropout would make differ: set it to 0"
         )
     device = tree.token_ids.device if tree.token_ids.is_cuda else next(model.parameters()).device
     chunks = chunks or -(-tree.unique_tokens // 1024)
     walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync, wanted)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
-    log_probs, entropies, *values = _Frugal.apply(anchor, walk)
+    log_probs, entropies, *values = _Chunked.apply(anchor, walk)
     out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
     out.reads = tuple(values)
     return out
@@ -83,7 +83,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
-class _Frugal(torch.autograd.Function):
+class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, walk: _Walk) -> tuple[torch.Tensor, ...]:
         ctx.walk = walk
@@ -146,7 +146,7 @@ class _Walk:
             grads: of the outputs of :meth:`values`.
         """
         if not self.memory:
-            raise RuntimeError("frugal packed trees can be backpropagated once: compute the outputs again")
+            raise RuntimeError("chunked packed trees can be backpropagated once: compute the outputs again")
         later: ByLayer = {}
         later_at = self.tree.token_ids.new_zeros(0)
         with ExitStack() as stack:
