@@ -93,7 +93,7 @@ def batch_gradients(
     empty: dict[str, list] = {"counters": {}, "failures": [], "scores": []}
     sessions = {str(i): {"topology": topology(tree), **empty} for i, tree in enumerate(trees)}
     batch = build_batch(sessions, {name: name for name in sessions})
-    results = {name: sibling_advantages(batch.turns, **options) for name, options in estimators.items()}
+    results = {name: sibling_advantages(batch, **options) for name, options in estimators.items()}
     sums = {name: [0.0, 0] for name in estimators}
     for tree, start, size in zip(trees, batch.offset.values(), batch.tree_sizes, strict=True):
         own = {name: (r.advantage * r.weight, r.valid) for name, r in results.items()}

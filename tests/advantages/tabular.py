@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from verl_bpo.advantages.bpo import Forest
+from verl_bpo.tree.forest import Forest
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,22 @@ class TabularMDP:
             yield prod(x for x, _ in samples), tuple(t for _, t in samples)
 
 
+def bare_forest(parent: Tensor, leaf_return: Tensor, **fields: Tensor) -> Forest:
+    """A forest of which nothing is known but what sibling advantages go by."""
+    leaf = torch.zeros(len(leaf_return), dtype=torch.bool)
+    unknown = torch.full(parent.shape, float("nan"))
+    given = {"parent": parent, "leaf_return": leaf_return, **fields}
+    rest = {
+        "reward": unknown,
+        "score": unknown,
+        "state_value": unknown,
+        "truncated": leaf,
+        "won": leaf,
+        "depth": leaf.long(),
+    }
+    return Forest(**given, **rest)
+
+
 @dataclass
 class Outcomes:
     """All outcomes as one forest: outcome o is prompt o. Tensors over the turns [N] but for ``probability`` [O]."""
@@ -137,7 +153,7 @@ def enumerate_outcomes(mdp: TabularMDP, forks: Forks, roots: int = 1, exchangeab
         probability.append(prob)
 
     parent, trajectory, prompt, state, action, depth, forked, fair = (torch.tensor(c) for c in zip(*rows, strict=True))
-    forest = Forest(
+    forest = bare_forest(
         parent=parent,
         trajectory=trajectory,
         prompt=prompt,

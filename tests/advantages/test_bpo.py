@@ -9,16 +9,17 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from tabular import Outcomes, TabularMDP, enumerate_outcomes, expected_gradient
+from tabular import Outcomes, TabularMDP, bare_forest, enumerate_outcomes, expected_gradient
 
-from verl_bpo.advantages.bpo import Forest, sibling_advantages
+from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.tree.forest import Forest
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def forest(parent, trajectory, leaf_return, prompt=None, usable=None, exchangeable=None, dtype=torch.float64) -> Forest:
     n, size = len(parent), len(leaf_return)
-    return Forest(
+    return bare_forest(
         parent=torch.tensor(parent, dtype=torch.int64),
         trajectory=torch.tensor(trajectory, dtype=torch.int64),
         prompt=torch.tensor(prompt or [0] * n, dtype=torch.int64),
@@ -489,7 +490,7 @@ def forks_only(returns: torch.Tensor, prompt: torch.Tensor) -> Forest:
     """One group of n forks per row of ``returns`` [G, n]: each hangs below an own root that failed after one turn."""
     groups, n = returns.shape
     roots = torch.arange(groups)
-    return Forest(
+    return bare_forest(
         parent=torch.cat([torch.full((groups,), -1), roots.repeat_interleave(n)]),
         trajectory=torch.arange(groups + groups * n),
         prompt=torch.cat([prompt, prompt.repeat_interleave(n)]),

@@ -98,7 +98,7 @@ def test_a_batchs_gradient_is_the_mean_over_its_trees_tokens():
     total = 0
     for tree in trees:
         session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
-        result = sibling_advantages(build_batch({"0": session}, {"0": "0"}).turns, baseline="loo")
+        result = sibling_advantages(build_batch({"0": session}, {"0": "0"}), baseline="loo")
         for i, node in enumerate(tree.nodes):
             before = list(tree.prompt_ids)
             for j in tree.path(i)[:-1]:

@@ -112,7 +112,7 @@ def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str)
             {n: {"topology": topology(t), "counters": {}, "failures": []} for n, t in zip(names, flat)},
             {n: r["uid"] for n, r in zip(names, records)},
         )
-        result = sibling_advantages(batch.turns, **options)
+        result = sibling_advantages(batch, **options)
         with open(folder / "trees" / f"{step:06d}-17.jsonl", "w") as file:
             file.writelines(json.dumps(r) + "\n" for r in records)
         with open(folder / "advantages" / f"{step:06d}.jsonl", "w") as file:

@@ -39,7 +39,7 @@ def test_trees_of_one_prompt_share_their_root_group():
         {"p_0": record(tree([1.0], [])), "p_1": record(tree([0.0], [])), "q_0": record(tree([1.0], []))},
         {"p_0": "p", "p_1": "p", "q_0": "q"},
     )
-    result = sibling_advantages(batch.turns)
+    result = sibling_advantages(batch)
     assert result.advantage.tolist() == [1.0, 1.0, -1.0, -1.0, 0.0, 0.0]
     assert result.valid.tolist() == [True] * 4 + [False] * 2
 
@@ -47,8 +47,8 @@ def test_trees_of_one_prompt_share_their_root_group():
 def test_ids_are_shifted_past_earlier_trees():
     first, second = tree([1.0], [0.0, 1.0]), tree([0.0], [1.0])
     batch = build_batch({"a_0": record(first), "b_0": record(second)}, {"a_0": "a", "b_0": "b"})
-    assert batch.turns.parent.tolist() == [-1, 0, 0, 0, -1, 4, 4]
-    assert batch.turns.trajectory.tolist() == [0, 0, 1, 2, 3, 3, 4]
+    assert batch.parent.tolist() == [-1, 0, 0, 0, -1, 4, 4]
+    assert batch.trajectory.tolist() == [0, 0, 1, 2, 3, 3, 4]
     assert batch.offset == {"a_0": 0, "b_0": 4}
 
 
@@ -68,7 +68,7 @@ def test_metrics_are_finite_when_every_branch_was_lost():
     t = Tree(prompt_ids=[])
     t.trajectories[t.add_trajectory()].end = "failed"
     batch = build_batch({"a_0": record(t, ["SandboxCrashed: gone"])}, {"a_0": "a"})
-    metrics = tree_metrics(batch) | advantage_metrics(sibling_advantages(batch.turns))
+    metrics = tree_metrics(batch) | advantage_metrics(sibling_advantages(batch))
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
     assert batch.failures == ["SandboxCrashed: gone"]
 

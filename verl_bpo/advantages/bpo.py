@@ -19,6 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.topology import ROOT
 
 Baseline = Literal["loo", "mean", "shrunk", "trajectory"]
@@ -26,63 +27,6 @@ Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
 TrunkInSiblings = Literal["auto", "always", "never"]
-
-
-@dataclass(frozen=True)
-class Forest:
-    """The N turns of all trees of a global batch, trees concatenated, parents before children.
-
-    A turn lost with a failed trajectory stays in the forest: forks may hang below it.
-
-    Raises:
-        ValueError: shapes, dtypes or ids don't fit, or a trajectory's turns are not one chain.
-    """
-
-    parent: Tensor
-    """int64 [N]: the turn before, -1 for a turn taken in the initial state."""
-    trajectory: Tensor
-    """int64 [N]: the rollout that the turn belongs to, 0..L-1. Its first turn's parent is the branch point or -1."""
-    prompt: Tensor
-    """int64 [N]: the task. All turns with parent -1 of one prompt are siblings, whichever tree they stand in."""
-    leaf_return: Tensor
-    """float32 or float64 [L]: rewards summed from the initial state to the trajectory's leaf. Ignored if not usable."""
-    usable: Tensor
-    """bool [L]: False for a trajectory lost to a failure. Its turns get no advantage and stand in no baseline."""
-    exchangeable: Tensor
-    """bool [N]: False where the action was not a fair draw from the policy given its state, as the trunk's at a branch
-    point that was chosen by looking at what the trunk did there."""
-
-    def __post_init__(self) -> None:
-        n, size = self.parent.numel(), self.leaf_return.numel()
-        for name, dtype, length in (
-            ("parent", torch.int64, n),
-            ("trajectory", torch.int64, n),
-            ("prompt", torch.int64, n),
-            ("exchangeable", torch.bool, n),
-            ("usable", torch.bool, size),
-        ):
-            x = getattr(self, name)
-            if x.shape != (length,) or x.dtype != dtype:
-                raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, must be {dtype} ({length},)")
-        if self.leaf_return.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"leaf_return is {self.leaf_return.dtype}, must be float32 or float64")
-        if not self.leaf_return[self.usable].isfinite().all():
-            raise ValueError("leaf_return of a usable trajectory is not finite")
-        if n == 0:
-            return
-        if self.parent.min() < ROOT or (self.parent >= torch.arange(n, device=self.parent.device)).any():
-            raise ValueError("parent must be -1 or an earlier turn: parents stand before their children")
-        if self.trajectory.min() < 0 or self.trajectory.max() >= size:
-            raise ValueError(f"trajectory must lie in 0..{size - 1}, the trajectories that leaf_return lists")
-        starts = self.trajectory[~self.trunk]
-        continued = self.parent[self.trunk]
-        if starts.unique().numel() < starts.numel() or continued.unique().numel() < continued.numel():
-            raise ValueError("the turns of one trajectory must form one chain")
-
-    @property
-    def trunk(self) -> Tensor:
-        """bool [N]: the turn continues its parent's trajectory."""
-        return (self.parent != ROOT) & (self.trajectory[self.parent] == self.trajectory)
 
 
 @dataclass(frozen=True)

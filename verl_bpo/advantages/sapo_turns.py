@@ -12,16 +12,16 @@ import torch
 from verl_bpo.advantages.sapo import lambda_returns, normalise_turns, sarsa_targets
 from verl_bpo.advantages.sapo_losses import explained_variance
 from verl_bpo.config.schema import SAPOConfig
-from verl_bpo.tree.forest import TreeBatch
+from verl_bpo.tree.forest import Forest
 
 
 def sapo_turns(
-    trees: TreeBatch, v: torch.Tensor, q: torch.Tensor, config: SAPOConfig
+    forest: Forest, v: torch.Tensor, q: torch.Tensor, config: SAPOConfig
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What the update needs of every turn.
 
     Args:
-        trees: N turns of L trajectories.
+        forest: N turns of L trajectories.
         v, q: float64 [N], NaN at turns that no row trains (of trajectories lost to a failure).
 
     Returns:
@@ -29,11 +29,11 @@ def sapo_turns(
         ``old_state_values`` (V), ``old_action_values`` (Q); and metrics.
     """
     trained = ~v.isnan()
-    reward, trajectory = trees.reward[trained], trees.turns.trajectory[trained]
+    reward, trajectory = forest.reward[trained], forest.trajectory[trained]
     v, q = v[trained], q[trained]
     end: dict[str, Any] = {}
-    last = torch.full((len(trees.truncated),), -1).scatter_reduce(0, trajectory, torch.arange(len(trajectory)), "amax")
-    cut = trees.truncated & (last >= 0)
+    last = torch.full((len(forest.truncated),), -1).scatter_reduce(0, trajectory, torch.arange(len(trajectory)), "amax")
+    cut = forest.truncated & (last >= 0)
     if config.truncation == "bootstrap" and bool(cut.any()):
         # The row ends with the last action: the state after it was never in the model's context, Q_T is what it read there.
         end = {"truncated": cut, "value_at_end": q[last.clamp(min=0)]}
@@ -65,5 +65,5 @@ def sapo_turns(
         "old_state_values": v,
         "old_action_values": q,
     }
-    out = {key: torch.zeros_like(trees.reward).masked_scatter(trained, x) for key, x in per_turn.items()}
+    out = {key: torch.zeros_like(forest.reward).masked_scatter(trained, x) for key, x in per_turn.items()}
     return out, metrics

@@ -16,7 +16,7 @@ from verl.workers.utils.padding import response_from_nested
 from verl_bpo.advantages.sapo_turns import sapo_turns
 from verl_bpo.integration.losses import sapo_loss
 from verl_bpo.integration.tree_trainer import RowSpans, TreeTrainer, _plain_list
-from verl_bpo.tree.forest import TreeBatch, spread
+from verl_bpo.tree.forest import Forest, spread
 
 
 @register_trainer("sapo_sync")
@@ -51,7 +51,7 @@ class SAPOTrainer(TreeTrainer):
         return batch
 
     def _turn_advantage(
-        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+        self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
     ) -> KVBatchMeta:
         v, q = (torch.full_like(trees.reward, float("nan")) for _ in range(2))
         for row, row_v, row_q in zip(rows, *self._read):

@@ -34,7 +34,7 @@ from verl_bpo.integration.losses import policy_loss
 from verl_bpo.integration.prepare import ESTIMATORS
 from verl_bpo.model.checkpoint import CONFIG_FILE
 from verl_bpo.model.packed_tree import place_rows
-from verl_bpo.tree.forest import TreeBatch, build_batch, spread
+from verl_bpo.tree.forest import Forest, build_batch, spread
 from verl_bpo.tree.metrics import (
     BLIND,
     COMPUTE_COUNTERS,
@@ -238,7 +238,7 @@ class TreeTrainer(PPOTrainerSync):
         return self._turn_advantage(batch, trees, rows, uids, metrics)
 
     def _turn_advantage(
-        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+        self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
     ) -> KVBatchMeta:
         """BPO: siblings' returns."""
         turns, masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
@@ -246,10 +246,10 @@ class TreeTrainer(PPOTrainerSync):
         return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
 
     def _sibling_advantages(
-        self, batch: KVBatchMeta, trees: TreeBatch, rows: list[RowSpans], uids: list, metrics: dict
+        self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """BPO's weighted advantage of every turn [N], and each row's mask of the tokens that it trains."""
-        result = sibling_advantages(trees.turns, **vars(self.bpo.advantage))
+        result = sibling_advantages(trees, **vars(self.bpo.advantage))
         metrics.update(advantage_metrics(result))
         self._dump_advantages(trees, uids, batch.keys, result)
         masks = [(row.spread(result.valid.long()) * row.mask).to(row.mask.dtype) for row in rows]
@@ -330,7 +330,7 @@ class TreeTrainer(PPOTrainerSync):
         )
 
     @staticmethod
-    def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> TreeBatch:
+    def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> Forest:
         sessions, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
@@ -340,8 +340,8 @@ class TreeTrainer(PPOTrainerSync):
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
-    def _count(self, trees: TreeBatch, metrics: dict) -> None:
-        if trees.failures and not bool(trees.turns.usable.any()):
+    def _count(self, trees: Forest, metrics: dict) -> None:
+        if trees.failures and not bool(trees.usable.any()):
             raise RunError(
                 f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
             )
@@ -365,7 +365,7 @@ class TreeTrainer(PPOTrainerSync):
                 "where to branch: if they all begin alike, set bpo.branch.entropy_tokens=open"
             )
 
-    def _dump_advantages(self, trees: TreeBatch, uids: list, keys: list[str], result: TurnAdvantages) -> None:
+    def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:
             return
         folder = Path(self.bpo.dump_dir) / "advantages"

@@ -67,7 +67,7 @@ def _difference(wanted: dict[tuple, TreeAdvantages], records: dict[tuple, TreeRe
         name: {"topology": topology(records[key].tree), "counters": {}, "failures": []} for name, key in names.items()
     }
     options = next(iter(wanted.values())).options
-    result = sibling_advantages(build_batch(sessions, {name: key[1] for name, key in names.items()}).turns, **options)
+    result = sibling_advantages(build_batch(sessions, {name: key[1] for name, key in names.items()}), **options)
     advantage, weight, valid = (
         np.array([x for w in wanted.values() for x in getattr(w, field)]) for field in ("advantage", "weight", "valid")
     )

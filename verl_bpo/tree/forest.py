@@ -6,34 +6,89 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from verl_bpo.advantages.bpo import Forest
+from verl_bpo.tree.topology import ROOT
 
 
-@dataclass
-class TreeBatch:
-    """All trees of a batch, concatenated; ids shifted to be global.
+@dataclass(frozen=True)
+class Forest:
+    """The N turns and L trajectories of all trees of a global batch, trees concatenated, parents before children.
 
-    ``turns`` is what the estimators read. Beside it, tensors with N entries a turn (``score``, ``state_value``, NaN where
-    there is none, and ``reward``) or L a trajectory (``truncated``, ``won``, ``depth``); ``offset`` maps a session to the
-    shift of its turn ids. ``asked_scores`` are those of the decision points that an online selector was asked about.
+    A turn lost with a failed trajectory stays in the forest: forks may hang below it.
+
+    Raises:
+        ValueError: shapes, dtypes or ids don't fit, or a trajectory's turns are not one chain.
     """
 
-    turns: Forest
-    truncated: torch.Tensor
-    won: torch.Tensor
-    depth: torch.Tensor
-    score: torch.Tensor
-    state_value: torch.Tensor
-    reward: torch.Tensor
-    offset: dict[str, int]
-    tree_sizes: list[int]
+    parent: Tensor
+    """int64 [N]: the turn before, -1 for a turn taken in the initial state."""
+    trajectory: Tensor
+    """int64 [N]: the rollout that the turn belongs to, 0..L-1. Its first turn's parent is the branch point or -1."""
+    prompt: Tensor
+    """int64 [N]: the task. All turns with parent -1 of one prompt are siblings, whichever tree they stand in."""
+    exchangeable: Tensor
+    """bool [N]: False where the action was not a fair draw from the policy given its state, as the trunk's at a branch
+    point that was chosen by looking at what the trunk did there."""
+    reward: Tensor
+    """float32 or float64 [N]: what the turn itself earned."""
+    score: Tensor
+    """Likewise: entropy signal (nats) of the state that the turn was taken in; NaN where there is none."""
+    state_value: Tensor
+    """Likewise: V of that state by the rollout engine's value readout; NaN where there is none."""
+    leaf_return: Tensor
+    """float32 or float64 [L]: rewards summed from the initial state to the trajectory's leaf. Ignored if not usable."""
+    usable: Tensor
+    """bool [L]: False for a trajectory lost to a failure. Its turns get no advantage and stand in no baseline."""
+    truncated: Tensor
+    """bool [L]: a limit ended the trajectory, not its environment."""
+    won: Tensor
+    """bool [L]: it did the task."""
+    depth: Tensor
+    """int64 [L]: turns from the initial state to its leaf; 0 if not usable."""
+    offset: dict[str, int] = field(default_factory=dict)
+    """Session -> shift of its turns' ids."""
+    tree_sizes: list[int] = field(default_factory=list)
+    """Turns of each tree."""
     counters: list[dict[str, float]] = field(default_factory=list)
+    """What each tree cost."""
     failures: list[str] = field(default_factory=list)
     asked_scores: list[float] = field(default_factory=list)
+    """Scores of the decision points that an online selector was asked about."""
+
+    def __post_init__(self) -> None:
+        n, size = self.parent.numel(), self.leaf_return.numel()
+        whole, real, yes = (torch.int64,), (torch.float32, torch.float64), (torch.bool,)
+        for length, fields in (
+            (n, {"parent": whole, "trajectory": whole, "prompt": whole, "exchangeable": yes}),
+            (n, {"reward": real, "score": real, "state_value": real}),
+            (size, {"leaf_return": real, "usable": yes, "truncated": yes, "won": yes, "depth": whole}),
+        ):
+            for name, dtypes in fields.items():
+                x = getattr(self, name)
+                if x.shape != (length,) or x.dtype not in dtypes:
+                    wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+                    raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, must be {wanted} ({length},)")
+        if not self.leaf_return[self.usable].isfinite().all():
+            raise ValueError("leaf_return of a usable trajectory is not finite")
+        if n == 0:
+            return
+        if self.parent.min() < ROOT or (self.parent >= torch.arange(n, device=self.parent.device)).any():
+            raise ValueError("parent must be -1 or an earlier turn: parents stand before their children")
+        if self.trajectory.min() < 0 or self.trajectory.max() >= size:
+            raise ValueError(f"trajectory must lie in 0..{size - 1}, the trajectories that leaf_return lists")
+        starts = self.trajectory[~self.trunk]
+        continued = self.parent[self.trunk]
+        if starts.unique().numel() < starts.numel() or continued.unique().numel() < continued.numel():
+            raise ValueError("the turns of one trajectory must form one chain")
+
+    @property
+    def trunk(self) -> Tensor:
+        """bool [N]: the turn continues its parent's trajectory."""
+        return (self.parent != ROOT) & (self.trajectory[self.parent] == self.trajectory)
 
 
-def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> TreeBatch:
+def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> Forest:
     """Concatenate trees.
 
     Args:
@@ -63,21 +118,19 @@ def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) ->
         failures += record["failures"]
         asked += record.get("scores", [])
     integer, boolean, real = torch.long, torch.bool, torch.float64
-    return TreeBatch(
-        turns=Forest(
-            parent=torch.tensor(turns["parent"], dtype=integer),
-            trajectory=torch.tensor(turns["trajectory"], dtype=integer),
-            prompt=torch.tensor(prompt, dtype=integer),
-            leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
-            usable=torch.tensor(leaves["usable"], dtype=boolean),
-            exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
-        ),
+    return Forest(
+        parent=torch.tensor(turns["parent"], dtype=integer),
+        trajectory=torch.tensor(turns["trajectory"], dtype=integer),
+        prompt=torch.tensor(prompt, dtype=integer),
+        exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
+        reward=torch.tensor(turns["reward"], dtype=real),
+        score=torch.tensor(turns["score"], dtype=real),
+        state_value=torch.tensor(turns["state_value"], dtype=real),
+        leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
+        usable=torch.tensor(leaves["usable"], dtype=boolean),
         truncated=torch.tensor(leaves["truncated"], dtype=boolean),
         won=torch.tensor(leaves["won"], dtype=boolean),
         depth=torch.tensor(leaves["depth"], dtype=integer),
-        score=torch.tensor(turns["score"], dtype=real),
-        state_value=torch.tensor(turns["state_value"], dtype=real),
-        reward=torch.tensor(turns["reward"], dtype=real),
         offset=offset,
         tree_sizes=sizes,
         counters=counters,

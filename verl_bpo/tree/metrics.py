@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl_bpo.advantages.bpo import TurnAdvantages
-from verl_bpo.tree.forest import TreeBatch
+from verl_bpo.tree.forest import Forest
 
 COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
 """Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
@@ -18,30 +18,30 @@ BLIND = 0.05
 """Nats below which an entropy is next to 0."""
 
 
-def tree_metrics(batch: TreeBatch) -> dict[str, float]:
+def tree_metrics(forest: Forest) -> dict[str, float]:
     """Shape, cost and failures of this step's trees. Means are over trees; times are seconds in all."""
 
     def total(key: str) -> float:
-        return float(sum(c.get(key, 0) for c in batch.counters))
+        return float(sum(c.get(key, 0) for c in forest.counters))
 
-    trees = max(len(batch.counters), 1)
-    usable = batch.turns.usable
-    branching = _branching_turns(batch)
-    scored, valued = ~batch.score.isnan(), ~batch.state_value.isnan()
+    trees = max(len(forest.counters), 1)
+    usable = forest.usable
+    branching = _branching_turns(forest)
+    scored, valued = ~forest.score.isnan(), ~forest.state_value.isnan()
     found = {
-        "tree/trees": float(len(batch.counters)),
+        "tree/trees": float(len(forest.counters)),
         "tree/leaves": float(usable.sum()) / trees,
-        "tree/turns": len(batch.turns.parent) / trees,
-        "tree/depth": _mean(batch.depth[usable].double()),
+        "tree/turns": len(forest.parent) / trees,
+        "tree/depth": _mean(forest.depth[usable].double()),
         "tree/branch_points": total("branch_points") / trees,
-        "tree/success": _mean(batch.won[usable].double()),
-        "tree/return": _mean(batch.turns.leaf_return[usable]),
-        "tree/truncated": _mean(batch.truncated[usable].double()),
-        "tree/entropy_at_branch": _mean(batch.score[scored & branching]),
-        "tree/entropy_elsewhere": _mean(batch.score[scored & ~branching]),
+        "tree/success": _mean(forest.won[usable].double()),
+        "tree/return": _mean(forest.leaf_return[usable]),
+        "tree/truncated": _mean(forest.truncated[usable].double()),
+        "tree/entropy_at_branch": _mean(forest.score[scored & branching]),
+        "tree/entropy_elsewhere": _mean(forest.score[scored & ~branching]),
         "tree/failed_branches": total("failed"),
         "tree/recoveries": total("recoveries"),
-        "tree/invalid_actions": total("invalid_actions") / max(len(batch.turns.parent), 1),
+        "tree/invalid_actions": total("invalid_actions") / max(len(forest.parent), 1),
         "tree/snapshots": total("snapshots"),
         "tree/forks": total("forks"),
         "tree/filled_roots": total("filled_roots"),
@@ -51,8 +51,8 @@ def tree_metrics(batch: TreeBatch) -> dict[str, float]:
         "tree/cached_share": total("cached_tokens") / max(total("cached_tokens") + total("prefill_tokens"), 1),
     }
     if bool(valued.any()):
-        found["tree/value_at_branch"] = _mean(batch.state_value[valued & branching])
-        found["tree/value_elsewhere"] = _mean(batch.state_value[valued & ~branching])
+        found["tree/value_at_branch"] = _mean(forest.state_value[valued & branching])
+        found["tree/value_elsewhere"] = _mean(forest.state_value[valued & ~branching])
     return found
 
 
@@ -93,11 +93,11 @@ def success_by_type(data_sources: Sequence[str], infos: Mapping[str, Sequence[An
     return metrics | {f"{key}/episodes": float(len(values)) for key, values in won.items()}
 
 
-def _branching_turns(batch: TreeBatch) -> torch.Tensor:
+def _branching_turns(forest: Forest) -> torch.Tensor:
     """[N] whether a turn was taken where its tree branched below the initial state."""
-    inner = batch.turns.parent >= 0
-    counts = torch.bincount(batch.turns.parent[inner], minlength=max(len(batch.turns.parent), 1))
-    return inner & (counts[batch.turns.parent.clamp(min=0)] > 1)
+    inner = forest.parent >= 0
+    counts = torch.bincount(forest.parent[inner], minlength=max(len(forest.parent), 1))
+    return inner & (counts[forest.parent.clamp(min=0)] > 1)
 
 
 def _mean(values: torch.Tensor) -> float:
