@@ -183,6 +183,8 @@ def test_exit_codes_output_stdin_and_time(shell):
     assert shell.execute("cat", stdin="given").output == "given"
     assert shell.execute("for i in $(seq 50); do echo out; echo err >&2; done").output == "out\nerr\n" * 50
     assert "bytes left out" in shell.execute("seq 100000").output
+    whole = shell.execute("printf 'caf\\351\\n'; seq 100000", most=1 << 24)
+    assert whole.left_out == 0 and whole.data.startswith(b"caf\xe9\n1\n") and whole.data.endswith(b"\n100000\n")
     late = shell.execute("echo begun; sleep 60", timeout=1)
     assert late.timed_out and late.returncode == 137 and late.output.startswith("begun\n")
     assert shell.execute("pwd", cwd="/tmp").output == "/tmp\n"

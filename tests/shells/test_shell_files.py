@@ -141,6 +141,16 @@ def test_the_middle_of_a_long_output_is_left_out(tmp_path):
         assert text.startswith("1\n2\n") and text.endswith("\n999999\n1000000\n")
         assert "bytes left out" in text and len(text) < 1100
         assert len(shell.execute("yes | head -c 1000").output) == 1000
+        cut = shell.execute("head -c 5000 /dev/zero")
+        assert cut.left_out == 4000 and cut.data.startswith(b"\0" * 500 + b"\n[... 4000 bytes")
+
+
+def test_a_command_may_keep_more_than_the_others_and_its_bytes_are_there(tmp_path):
+    need_isolation()
+    with Shell({"/testbed": None}, limits=Limits(output=1000)) as shell:
+        whole = shell.execute("printf 'caf\\351\\r\\n'; head -c 5000 /dev/zero", most=1 << 20)
+        assert whole.data == b"caf\xe9\r\n" + b"\0" * 5000 and whole.left_out == 0
+        assert whole.output.startswith("caf�\r\n")
 
 
 def test_a_missing_cwd_is_the_sandboxs_error_and_the_shell_goes_on(shell):

@@ -221,9 +221,17 @@ class ContainerShell:
         """Changes that a container of no command has: files that the engine puts there."""
 
     def execute(
-        self, command: str, cwd: str | None = None, timeout: float | None = None, stdin: str | bytes = b""
+        self,
+        command: str,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        stdin: str | bytes = b"",
+        most: int | None = None,
     ) -> CommandResult:
         """Run a command with the shell. When it returns, nothing that it started lives.
+
+        Args:
+            most: bytes of output to keep; None: ``limits.output``.
 
         Raises:
             SandboxError: the engine failed, or the container ended; what wasn't saved is lost.
@@ -249,11 +257,12 @@ class ContainerShell:
                 self._drop()
                 said = _said(done.stdout.decode(errors="replace"))
                 raise SandboxError(f"the container ended and its unsaved files are lost: {said}")
-        output, most = done.stdout, self.limits.output
-        if len(output) > most:
-            left_out = f"\n[... {len(output) - most} bytes left out ...]\n".encode()
-            output = output[: most // 2] + left_out + output[-(most - most // 2) :]
-        return CommandResult(output.decode("utf-8", "replace"), done.returncode, late)
+        output, most = done.stdout, most or self.limits.output
+        left_out = max(0, len(output) - most)
+        if left_out:
+            middle = f"\n[... {left_out} bytes left out ...]\n".encode()
+            output = output[: most // 2] + middle + output[-(most - most // 2) :]
+        return CommandResult(output.decode("utf-8", "replace"), done.returncode, late, output, left_out)
 
     def save(self) -> ContainerFiles:
         """The files as they are now. Where nothing changed since the last one, it is the same again."""

@@ -497,8 +497,8 @@ class Keeper:
 
     def run(
         self, chain: tuple[int, ...], top: int, command: str, cwd: str, stdin: bytes, timeout: float, most: int
-    ) -> tuple[bytes, int, bool]:
-        """Output (its middle left out above ``most`` bytes), exit code, and whether time ran out."""
+    ) -> tuple[bytes, int, bool, int]:
+        """Output (its middle left out above ``most`` bytes), exit code, whether time ran out, and the bytes left out."""
         roots = self.files.show(chain, top)
         status, status_in = os.pipe()
         output, output_in = os.pipe()
@@ -529,14 +529,14 @@ class Keeper:
         for descriptor in (status_in, output_in, given, *([seccomp] if seccomp is not None else [])):
             os.close(descriptor)
         try:
-            text, code, late = self._attend(child, output, timeout, most)
+            text, code, late, left_out = self._attend(child, output, timeout, most)
             report = _read_all(status)
         finally:
             os.close(output)
             os.close(status)
         if self.isolated and b"exit-code" not in report and not late and code == 1 and text.startswith(b"bwrap:"):
             raise Refused(f"the sandbox didn't start: {text.decode(errors='replace').strip()[:300]}")
-        return text, code, late
+        return text, code, late, left_out
 
     def _become(self, line, env, cwd, given, output, inherited) -> None:
         """In the child: turn into the command."""
@@ -567,7 +567,7 @@ class Keeper:
         finally:
             os._exit(1)
 
-    def _attend(self, child: int, output: int, timeout: float, most: int) -> tuple[bytes, int, bool]:
+    def _attend(self, child: int, output: int, timeout: float, most: int) -> tuple[bytes, int, bool, int]:
         """Read what the command says until it ends or its time is up; afterwards nothing of it lives."""
         end = time.monotonic() + timeout
         watch = os.pidfd_open(child)
@@ -613,7 +613,7 @@ class Keeper:
         tail = tail[-(most - most // 2) :] if total > most else tail
         left_out = total - len(head) - len(tail)
         middle = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out > 0 else b""
-        return bytes(head) + middle + bytes(tail), code, late
+        return bytes(head) + middle + bytes(tail), code, late, left_out
 
     def _end(self, child: int) -> int:
         """Kill all that the command left and wait until it is gone; the child's exit code.

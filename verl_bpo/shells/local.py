@@ -88,6 +88,10 @@ class CommandResult:
     returncode: int
     """128 + n when it was ended by signal n."""
     timed_out: bool = False
+    data: bytes = b""
+    """The bytes that ``output`` is the text of."""
+    left_out: int = 0
+    """Bytes missing from the middle."""
 
 
 class Files:
@@ -189,9 +193,17 @@ class Shell:
         self._start(())
 
     def execute(
-        self, command: str, cwd: str | None = None, timeout: float | None = None, stdin: str | bytes = b""
+        self,
+        command: str,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        stdin: str | bytes = b"",
+        most: int | None = None,
     ) -> CommandResult:
         """Run a command with ``bash -c``. When it returns, nothing that it started lives.
+
+        Args:
+            most: bytes of output to keep; None: ``limits.output``.
 
         Raises:
             SandboxError: the sandbox itself failed.
@@ -203,9 +215,9 @@ class Shell:
             return CommandResult("a command can't contain the character NUL", 2)
         with self._lock:
             chain = tuple(layer.number for layer in self._chain)
-            arguments = (chain, self._top.number, command, cwd or self.cwd, data, seconds, self.limits.output)
-            output, code, late = self._call("run", *arguments, timeout=seconds + _GRACE)
-        return CommandResult(output.decode("utf-8", "replace"), code, late)
+            arguments = (chain, self._top.number, command, cwd or self.cwd, data, seconds, most or self.limits.output)
+            output, code, late, left_out = self._call("run", *arguments, timeout=seconds + _GRACE)
+        return CommandResult(output.decode("utf-8", "replace"), code, late, output, left_out)
 
     def save(self) -> Files:
         """The trees as they are now. Where nothing changed since the last one, it is the same again."""
