@@ -50,7 +50,7 @@ tiny_model() {
     prompt=(--data "$DATA/repairs" --no-list-actions --context full --max-observation-tokens 2048)
     set -- repair
   fi
-  verl-bpo warmstart --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
+  python recipes/imitation/train.py --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
     --until-success 0 --overwrite --hidden-size 32 --heads 2 --template think_action "${prompt[@]}"
   echo "SMOKE=1: this model has learned next to nothing. It tries the script; what it wins means nothing."
 }

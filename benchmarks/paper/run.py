@@ -39,6 +39,7 @@ ALL = (*QUICK, "long", "alfworld_small")
 SPLITS = {"alfworld": ("train", "valid_seen"), "webshop": ("train", "test")}
 """Of the environments whose tasks to train on and to hold out aren't called train and valid."""
 COMMAND = [sys.executable, "-m", "verl_bpo.commands.main"]
+IMITATION = [sys.executable, str(REPOSITORY / "recipes/imitation/train.py")]
 PACKAGES = ("verl_bpo", "verl", "torch", "transformers", "ray", "vllm", "TransferQueue", "textworld", "alfworld")
 
 
@@ -80,13 +81,13 @@ def prepare(run: Run, games: dict[str, Any], policy: dict[str, Any], out: Path) 
     name = games.get("kind", "textworld") if made else games["env"]
     if not (root / "valid.parquet").exists():
         if made:
-            _must("make-games", root / "games", *_options(games))
+            _must(COMMAND, "make-games", root / "games", *_options(games))
         for file, split in zip(("train", "valid"), SPLITS.get(name, ("train", "valid"))):
             words = ["--root", root / "games"] if made else ["--panel", games[file]]
-            _must("make-data", name, root / f"{file}.parquet", "--split", split, *words)
+            _must(COMMAND, "make-data", name, root / f"{file}.parquet", "--split", split, *words)
     if not model.exists():
         words = ["--data", root / "games"] if made else []
-        _must("warmstart", "--env", name, "--out", model, *words, *_options(policy))
+        _must(IMITATION, "--env", name, "--out", model, *words, *_options(policy))
     return root, model
 
 
@@ -101,10 +102,10 @@ def _options(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def _must(*words: Any) -> None:
-    done = subprocess.run([*COMMAND, *map(str, words)], env=environment(), cwd=REPOSITORY)
+def _must(command: list[str], *words: Any) -> None:
+    done = subprocess.run([*command, *map(str, words)], env=environment(), cwd=REPOSITORY)
     if done.returncode:
-        raise SystemExit(f"verl-bpo {words[0]} failed")
+        raise SystemExit(f"failed: {' '.join(map(str, done.args[1:]))}")
 
 
 def training_arguments(run: Run, folder: Path, start: tuple[Path, Path] | None) -> list[str]:

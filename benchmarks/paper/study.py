@@ -47,7 +47,7 @@ class Study:
     """``quickstart``: options of ``verl-bpo make-games``, in place of dashes underscores; or ``env`` with the name of an
     environment whose data is there, and how many of its ``train`` and ``valid`` tasks are drawn."""
     models: dict[str, dict[str, Any]]
-    """``quickstart``: options of ``verl-bpo warmstart``. ``recipes``: the ends of the scripts' names."""
+    """``quickstart``: options of ``recipes/imitation/train.py``. ``recipes``: the ends of the scripts' names."""
     methods: dict[str, dict[str, Any]]
     """``overrides`` of ``verl-bpo train``, ``seeds`` in place of the study's and, for ``recipes``, ``recipe``'s folder."""
     env_steps: int | None = None

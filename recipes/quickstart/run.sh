@@ -29,8 +29,8 @@ for split in train valid; do
   [ -e "$ROOT/$split.parquet" ] || verl-bpo make-data textworld "$ROOT/$split.parquet" --root "$ROOT/games" --split $split
 done
 
-say "3/6 warm start: imitation of walkthroughs with detours, stopped early"
-verl-bpo warmstart --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
+say "3/6 warm start: imitation of demonstrations with detours, stopped early"
+python recipes/imitation/train.py --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
   --hidden-size 64 --detours 0.5 --max-turns 6 --until-success 0.4 --steps 600 --check-every 25
 
 train() { # NAME OVERRIDES...

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.imitation.policy import make_model, make_tokenizer
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.tree.forest import build_batch
 from verl_bpo.tree.rows import topology
 from verl_bpo.tree.topology import ROOT, Node, Tree
-from verl_bpo.warmstart import make_model, make_tokenizer
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks/gradient_variance.py"
 spec = importlib.util.spec_from_file_location("gradient_variance", FILE)

@@ -102,7 +102,7 @@ def test_a_record_with_places_in_it_is_known_where_they_are(trainer):
                 "make-games ROOT/games --level 0 --train 9 --valid 3",
                 "make-data textworld ROOT/train.parquet --split train --root ROOT/games",
                 "make-data textworld ROOT/valid.parquet --split valid --root ROOT/games",
-                "warmstart --env textworld --out ROOT/m-3 --data ROOT/games --seed 3 --hidden-size 64",
+                "imitation --env textworld --out ROOT/m-3 --data ROOT/games --seed 3 --hidden-size 64",
             ],
         ),
         (
@@ -113,7 +113,7 @@ def test_a_record_with_places_in_it_is_known_where_they_are(trainer):
                 "make-games ROOT/games --kind alfworld --train 9 --valid 3",
                 "make-data alfworld ROOT/train.parquet --split train --root ROOT/games",
                 "make-data alfworld ROOT/valid.parquet --split valid_seen --root ROOT/games",
-                "warmstart --env alfworld --out ROOT/m-0 --data ROOT/games --seed 0 --no-list-actions",
+                "imitation --env alfworld --out ROOT/m-0 --data ROOT/games --seed 0 --no-list-actions",
             ],
         ),
         (
@@ -123,7 +123,7 @@ def test_a_record_with_places_in_it_is_known_where_they_are(trainer):
             [
                 "make-data webshop ROOT/train.parquet --split train --panel 9",
                 "make-data webshop ROOT/valid.parquet --split test --panel 3",
-                "warmstart --env webshop --out ROOT/m-3 --seed 3",
+                "imitation --env webshop --out ROOT/m-3 --seed 3",
             ],
         ),
     ],
@@ -132,7 +132,11 @@ def test_games_prompt_files_and_warm_start_are_made_as_a_study_says(
     games, policy, model, commands, tmp_path, monkeypatch
 ):
     said = []
-    monkeypatch.setattr(runner, "_must", lambda *words: said.append(" ".join(map(str, words))))
+    monkeypatch.setattr(runner, "IMITATION", ["python", "imitation"])
+    monkeypatch.setattr(runner, "COMMAND", ["python"])
+    monkeypatch.setattr(
+        runner, "_must", lambda command, *words: said.append(" ".join(map(str, [*command[1:], *words])))
+    )
     root, found = runner.prepare(one_run(), games, policy, tmp_path)
     assert (root, found) == (tmp_path / "data/world", tmp_path / "data/world" / model)
     assert [s.replace(str(root), "ROOT") for s in said] == commands

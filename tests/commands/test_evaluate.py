@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.imitation.policy import make_model, make_tokenizer
 from verl_bpo.commands import evaluate as module
 from verl_bpo.commands.data import write_prompts
 from verl_bpo.commands.evaluate import evaluate, main, options_from, panel_digest, read_episodes, read_panel, summary
@@ -16,7 +17,6 @@ from verl_bpo.config.schema import ConfigError
 from verl_bpo.model.checkpoint import find_model, load_model
 from verl_bpo.report.intervals import task_bootstrap, wilson
 from verl_bpo.tree.prompting import PromptConfig
-from verl_bpo.warmstart import make_model, make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GAME = f"{REPOSITORY}/recipes/own_env/number_game.py:NumberGame"

@@ -13,7 +13,7 @@ LETTERS_GAME = f"{Path(__file__).with_name('letters_game.py')}:LettersGame"
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
-    """Games, prompt files and a policy that has seen a few walkthroughs. Runs are told apart by their names."""
+    """Games, prompt files and a policy that has seen a few demonstrations. Runs are told apart by their names."""
     folder = tmp_path_factory.mktemp("run")
     make_textworld_games(folder / "games", {"train": 12, "valid": 4}, level=1, progress=False)
     for split in ("train", "valid"):

@@ -22,7 +22,7 @@ QUICKSTART = ("--config-dir", str(REPOSITORY / "recipes/quickstart"), "--config-
 
 def warm_start(games: Path, out: Path, steps: int) -> None:
     command = [
-        sys.executable, "-m", "verl_bpo.commands.main", "warmstart",
+        sys.executable, str(REPOSITORY / "recipes/imitation/train.py"),
         "--out", str(out), "--data", str(games), "--hidden-size", "64",
         "--layers", "2", "--heads", "2", "--steps", str(steps), "--held-out", "2", "--check-every", str(steps),
     ]  # fmt: skip

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 from transformers import Qwen2Config
 
+from recipes.imitation.policy import make_tokenizer
 from verl_bpo.config.schema import RunError
 from verl_bpo.integration.prepare import taught_otherwise
 from verl_bpo.integration.tree_trainer import check_policy
 from verl_bpo.tree.prompting import PromptConfig
-from verl_bpo.warmstart import make_tokenizer
 
 TAUGHT = PromptConfig(template="bare", system="", list_actions=True)
 

