@@ -54,7 +54,10 @@ def measure(
         for i, completion in zip(live, completions):
             text = prompter.decode(completion.token_ids)
             action, is_valid = prompter.parse(text, observations[i].actions)
-            observations[i] = environments[i].step(action)
+            if action is None:
+                observations[i] = prompter.no_action(text, observations[i].actions)
+            else:
+                observations[i] = environments[i].step(action)
             returns[i] += observations[i].reward
             valid += is_valid
             conversations[i] = prompter.observe(conversations[i], completion.token_ids, observations[i], action)

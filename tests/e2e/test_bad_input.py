@@ -21,7 +21,7 @@ def worlds(root) -> Path:
 def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
     """In Ray actors, placed by a resource; local worlds die in tests/sandbox, and live in the other runs here."""
     steps = train(
-        worlds, "dying", *LETTERS, "data.train_files=${root}/Dying.parquet", "bpo.prompt.template=think_action",
+        worlds, "dying", *LETTERS, "data.train_files=${root}/Dying.parquet",
         "trainer.total_training_steps=2", "bpo.env.placement.where=ray", "bpo.env.placement.resources={sandbox:1}",
         "bpo.env.placement.num_cpus=0", "bpo.env.placement.worlds=4", "+ray_kwargs.ray_init.resources={sandbox:2}",
     )  # fmt: skip
@@ -29,7 +29,6 @@ def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
     assert sum(metrics["tree/recoveries"] for metrics in steps) > 0
     for metrics in steps:
         assert metrics["tree/leaves"] > 0 and metrics["actor/grad_norm"] > 0
-        assert metrics["tree/invalid_actions"] == 1  # the policy knows no tags
 
 
 @pytest.mark.parametrize(

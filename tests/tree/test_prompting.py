@@ -241,12 +241,36 @@ def test_listed_actions_are_bounded_and_the_rest_is_counted(tokenizer):
         ("think_action", "<think>hm</think><action> look </action>", ["look"], ("look", True)),
         ("think_action", "<action>look</action> no, <action>go\nnorth</action>", None, ("go\nnorth", True)),
         ("think_action", "<think>hm</think><action>dance</action>", ["look"], ("dance", False)),
-        ("think_action", " just look <action>", ["look"], ("just look <action>", False)),
-        ("think_action", "<action> </action>", None, ("<action> </action>", False)),
+        ("think_action", " just look <action>", ["look"], (None, False)),
+        ("think_action", "<action> </action>", None, (None, False)),
+        ("think_action", "<think>first look\nrm -rf src", None, (None, False)),
+        ("think_action", "<think>hm</think><action>rm -rf sr", None, (None, False)),
+        ("think_action", "<think>not <action>rm -rf src</action>, but", None, (None, False)),
+        ("think_action", "<think>not <action>rm -rf src</action></think>look", None, (None, False)),
+        ("think_action", "not <action>rm</action></think><action>look</action>", None, ("look", True)),
+        ("think_action", "<think>a</think><action>look</action><think>or <action>rm</action>", None, ("look", True)),
     ],
 )
-def test_actions_are_parsed_and_invalid_ones_passed_on(tokenizer, style, text, admissible, expected):
+def test_actions_are_parsed_and_an_answer_without_one_has_none(tokenizer, style, text, admissible, expected):
     assert Prompter(tokenizer, PromptConfig(template=style)).parse(text, admissible) == expected
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("<think>first look\nrm -rf src", "<think> isn't closed"),
+        ("<think>a</think><action>rm -rf sr", "<action> isn't closed"),
+        ("<think>a</think><action> </action>", "<action> is empty"),
+        ("look", "it has no <action>"),
+    ],
+)
+def test_an_answer_without_an_action_is_told_what_is_wrong_and_changes_nothing(tokenizer, text, problem):
+    told = Prompter(tokenizer, PromptConfig()).no_action(text, ("look",))
+    assert f"({problem})" in told.text and "nothing was done" in told.text
+    assert told.actions == ("look",) and not told.done and told.reward == 0
+    window = Prompter(tokenizer, PromptConfig(context="window"))
+    after = window.observe(window.first(START), tokenizer.encode(text, add_special_tokens=False), told)
+    assert "> (no action)\nYour answer" in tokenizer.decode(after.ids)
 
 
 @pytest.mark.parametrize("style", ["bare", "think_action"])

@@ -80,7 +80,10 @@ class FakePrompter:
         return "".join(map(chr, ids))
 
     def parse(self, text, admissible):
-        return text, text in "abw"
+        return (None, False) if text == "?" else (text, text in "abw")
+
+    def no_action(self, text, admissible):
+        return Observation("no action", actions=admissible)
 
     def forced_tokens(self, action_ids, admissible):
         return int(action_ids[0] == ord(">"))
@@ -119,6 +122,19 @@ def test_plain_gives_one_trajectory():
     rollout, tree = roll(ScriptedPolicy("a"), FakeWorld(), "plain")
     assert (len(tree.trajectories), len(tree.nodes)) == (1, 5)
     assert tree.counters["env_steps"] == 5 and "snapshots" not in tree.counters
+
+
+@pytest.mark.parametrize("preset", ["plain", "paper"])
+def test_an_answer_without_an_action_reaches_no_world_and_takes_a_turn(preset):
+    world = FakeWorld()
+    rollout, tree = roll(ScriptedPolicy(lambda number: "?" if number % 2 else "a"), world, preset)
+    sent = [node.observation_text for node in tree.nodes if node.action_text == "a"]
+    idle = [node for node in tree.nodes if node.action_text == "?"]
+    assert idle and sent and not any("?" in text for text in sent), "the world saw none of them"
+    assert all(node.observation_text == "no action" and not node.valid_action for node in idle)
+    assert rollout.counters["invalid_actions"] == len(idle)
+    assert rollout.counters["env_steps"] == len(tree.nodes), "each is paid for"
+    assert {tree.depth(t.leaf) for t in tree.trajectories} == {5}
 
 
 def test_a_fork_starts_from_the_state_before_the_trunks_action():

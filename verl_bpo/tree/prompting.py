@@ -21,13 +21,15 @@ from verl_bpo.sandbox.base import Observation
 _PLACEHOLDER = re.compile(r"<[^<>]+>")
 # Stands for an assistant message while the template's text around it is looked up. Any template keeps a plain word.
 _ACTION_MARK = "verlBpoActionGoesHere"
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_FORM = "<think>your reasoning</think><action>the action</action>"
 
 DEFAULT_SYSTEM = {
     "bare": "You act in a text world. Answer with the next action and nothing else.",
     "think_action": (
         "You act in a text world, one action per turn. First reason about what to do, then give the action, in exactly "
-        "this form: <think>your reasoning</think><action>the action</action>"
+        f"this form: {_FORM}"
     ),
 }
 
@@ -142,12 +144,13 @@ class Prompter:
         Args:
             action_ids: what was sampled, verbatim, with or without its end-of-turn token.
             observation: the world's answer.
-            action: the parsed action, shown in later ``window`` prompts; None parses ``action_ids``.
+            action: the parsed action, shown in later ``window`` prompts; None looks for it in ``action_ids``.
         """
         if not self.windowed:
             glue = self.glue(action_ids, observation)
             return Conversation([*conversation.ids, *action_ids, *glue], glue)
         action = self.parse(self.decode(action_ids))[0] if action is None else action
+        action = "(no action)" if action is None else action
         turns = self.config.window_turns
         history = (*conversation.history, (conversation.observation_text, action))[-turns:] if turns else ()
         ids = self.window_prompt(conversation.task_text, history, observation)
@@ -200,21 +203,26 @@ class Prompter:
             count += 1
         return count
 
-    def parse(self, text: str, admissible: Sequence[str] | None = None) -> tuple[str, bool]:
-        """The action in the model's text, and whether it is valid.
+    def parse(self, text: str, admissible: Sequence[str] | None = None) -> tuple[str | None, bool]:
+        """The action in the model's text, and whether it is valid. None: the text holds none, so nothing may be executed
+        (see :meth:`no_action`).
 
-        Valid means: it has the form that ``template`` asks for and, where the environment lists its admissible actions,
-        is one of them (letter case and spacing aside; the environment's own spelling is returned) or fills in the
-        placeholder of one, as ``search[<query>]``. An invalid action goes to the world all the same, which answers it:
-        without the right form, the whole text, trimmed.
+        ``bare``: the action is the first line that isn't empty. ``think_action``: what stands in the last closed
+        ``<action>`` outside of ``<think>``, so that an answer cut off before its tags close has none.
+
+        Valid means: there is an action and, where the environment lists its admissible actions, it is one of them (letter
+        case and spacing aside; the environment's own spelling is returned) or fills in the placeholder of one, as
+        ``search[<query>]``. One that isn't admissible goes to the world all the same, which answers it.
         """
         if self.config.template == "bare":
             action = next(iter(text.strip().splitlines()), "").strip()
+            if not action:
+                return text.strip(), False
         else:
-            tags = _ACTION_TAG.findall(text)
+            tags = _ACTION_TAG.findall(_without_thoughts(text))
             action = tags[-1].strip() if tags else ""
-        if not action:
-            return text.strip(), False
+            if not action:
+                return None, False
         if admissible is None:
             return action, True
         key = _normal(action)
@@ -222,6 +230,26 @@ class Prompter:
         if match is not None:
             return match, True
         return action, any(_fills_in(key, _normal(known)) for known in admissible)
+
+    def no_action(self, text: str, admissible: tuple[str, ...] | None = None) -> Observation:
+        """What follows an answer without an action, in place of the world's own: a turn passes, and nothing is done.
+
+        Args:
+            text: the model's.
+            admissible: the actions of the state, which is the same afterwards.
+        """
+        answer = _without_thoughts(text)
+        if "<think>" in text and "</think>" not in text:
+            problem = "<think> isn't closed"
+        elif _ACTION_TAG.search(answer):
+            problem = "<action> is empty"
+        elif "<action>" in answer:
+            problem = "<action> isn't closed"
+        else:
+            problem = "it has no <action>"
+        return Observation(
+            f"Your answer holds no action ({problem}), so nothing was done. The form is: {_FORM}", actions=admissible
+        )
 
     def user_text(self, observation: Observation) -> str:
         """The user message for an observation."""
@@ -266,6 +294,13 @@ class Prompter:
     def _defuse(self, text: str) -> str:
         """Break up special tokens that the world wrote, which could otherwise end its message and forge others."""
         return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
+
+
+def _without_thoughts(text: str) -> str:
+    """What an answer says outside of ``<think>``. One that isn't closed reaches to the end; one that was opened by the
+    prompt, from the beginning."""
+    text = _THOUGHT.sub("", text)
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def _fills_in(action: str, known: str) -> bool:

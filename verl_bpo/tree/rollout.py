@@ -256,7 +256,7 @@ class TreeRollout:
         depth: int,
     ) -> None:
         """Turn after turn to the end of the episode."""
-        start_depth, start_steps, tokens = depth, sandbox.env_steps, 0
+        start_depth, start_steps, tokens, idle = depth, sandbox.env_steps, 0, 0
         forks: list[asyncio.Task] = []
         trajectory = self.tree.trajectories[index]
         try:
@@ -278,7 +278,11 @@ class TreeRollout:
                     online = self._chosen(score, depth, f"{index}/{depth}") and self._affords(depth)
                     if online or self.selector is None:
                         point = await self._snapshot(sandbox, depth, conversation, admissible, score)
-                observation = await self._call(sandbox.step, action)
+                if action is None:
+                    observation = self.prompter.no_action(text, admissible)
+                    idle += 1
+                else:
+                    observation = await self._call(sandbox.step, action)
                 self.counters["invalid_actions"] += not valid
                 after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
                 depth += 1
@@ -292,7 +296,7 @@ class TreeRollout:
                         action_entropy=list(sampled.entropy),
                         prompt_ids=list(conversation.ids) if self.prompter.windowed else None,
                         reward=observation.reward,
-                        action_text=action,
+                        action_text=text.strip() if action is None else action,
                         observation_text=observation.text,
                         actions=admissible,
                         score=entropy,
@@ -319,7 +323,7 @@ class TreeRollout:
         except SandboxError as error:
             self._lost(index, error)
         finally:
-            steps = sandbox.env_steps - start_steps
+            steps = sandbox.env_steps - start_steps + idle
             self.counters["env_steps"] += steps
             self.budget.settle(start_depth, steps, tokens)
             await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up

@@ -47,7 +47,7 @@ class Node:
     cached_tokens: int = 0
     prefill_tokens: int = 0
     valid_action: bool = True
-    """Whether an action could be parsed from the model's text."""
+    """Whether the model's text held an action, and an admissible one where the environment lists them."""
 
 
 @dataclass
