@@ -76,7 +76,7 @@ def alone(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
                 times.append(time.perf_counter())
                 snapshot = trunk.snapshot()
                 times.append(time.perf_counter())
-                (fork,) = trunk.fork(snapshot)
+                (fork,) = snapshot.fork()
                 times.append(time.perf_counter())
                 fork.close()
                 snapshot.release()

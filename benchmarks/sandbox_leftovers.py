@@ -119,13 +119,13 @@ def run(name: str, forks: int, base: Path, account: Account, say: Callable[[str]
         trunk.step(action)
         for number in range(1, forks + 1):
             snapshot = trunk.snapshot()
-            (fork,) = trunk.fork(snapshot)
+            (fork,) = snapshot.fork()
             if isinstance(fork, Exception):
                 raise fork
             if number % every == 0:
                 fork.step(action)
                 inner = fork.snapshot()
-                (nested,) = fork.fork(inner)
+                (nested,) = inner.fork()
                 nested.step(action)
                 nested.close()
                 inner.release()

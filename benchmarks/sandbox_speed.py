@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_bpo.sandbox import Environment, MemorySandbox, Nursery, Observation, ReplaySandbox, Sandbox, SandboxError
+from verl_bpo.sandbox import Environment, ForkBackend, MemorySandbox, Observation, ReplaySandbox, Sandbox, SandboxError
 from verl_bpo.shells.local import Shell
 
 RESULT = Path(__file__).with_name("results") / "sandbox_speed.json"
@@ -116,7 +116,7 @@ def measure(trunk: Sandbox, action: str, rounds: int) -> dict[str, object]:
     for _ in range(rounds):
         clock(times["step"], trunk.step, action)
         snapshot = clock(times["snapshot"], trunk.snapshot)
-        (fork,) = clock(times["fork"], trunk.fork, snapshot)
+        (fork,) = clock(times["fork"], snapshot.fork)
         clock(times["first step of a fork"], fork.step, action)
         nbytes.append(snapshot.nbytes)
         fork.close()
@@ -125,7 +125,7 @@ def measure(trunk: Sandbox, action: str, rounds: int) -> dict[str, object]:
     for _ in range(20):
         started = time.perf_counter()
         kept.append(branch.snapshot())
-        (branch,) = branch.fork(kept[-1])
+        (branch,) = kept[-1].fork()
         branch.step(action)
         chain.append(1e3 * (time.perf_counter() - started))
         kept.append(branch)
@@ -169,8 +169,8 @@ def worlds(scratch: Path, large: Path) -> Iterator[tuple[str, Callable[[], tuple
 
     def forked(world: str, **size: int) -> Callable:
         def opened() -> tuple[Sandbox, Callable[[], None]]:
-            nursery = Nursery(f"{__file__}:{world}", size)
-            return nursery.branch(), nursery.close
+            backend = ForkBackend(f"{__file__}:{world}", size)
+            return backend.sandbox(), backend.close
 
         return opened
 

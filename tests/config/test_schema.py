@@ -39,7 +39,7 @@ def test_presets_are_complete_and_valid():
         ({"env": {"execution": "docker"}}, "bpo.env.execution='docker' is not one of local, container"),
         ({"env": {"container": {"engin": "docker"}}}, "unknown key bpo.env.container.engin; known here: engine, image"),
         ({"env": {"container": {"run_options": "--env '"}}}, "bpo.env.container.run_options=.*No closing quotation"),
-        ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of memory, fork, replay"),
+        ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of fork, memory, replay, package"),
         ({"env": {"placement": {"where": "cluster"}}}, "bpo.env.placement.where='cluster' is not one of local, ray"),
         ({"env": {"placement": {"worlds": 0}}}, "bpo.env.placement.worlds=0 must be at least 1"),
         ({"env": {"placement": {"num_cpus": 1.5}}}, "bpo.env.placement.num_cpus=1.5 must be whole if above 1"),

@@ -110,8 +110,8 @@ def test_branches_of_a_repair_are_independent(environment, root):
         trunk.step(action)
     fixed = trunk.snapshot()
     assert fixed.nbytes > 0
-    (wrong,) = trunk.fork(snapshot)
-    (right,) = trunk.fork(fixed)
+    (wrong,) = snapshot.fork()
+    (right,) = fixed.fork()
     assert wrong.step("rm -rf *").text == "(no output)"
     assert wrong.step(submit).reward == 0.0
     assert right.step(submit).reward == 1.0
@@ -127,7 +127,7 @@ def test_a_world_lost_with_its_process_is_rebuilt(root):
         trunk.step("echo 1 > x")
         snapshot = trunk.snapshot()
         host._worker.stop()
-        (fork,) = trunk.fork(snapshot)
+        (fork,) = snapshot.fork()
         assert fork.step("cat x").text == "1" and host.recoveries == 1
 
 

@@ -147,13 +147,13 @@ def test_branches_in_a_real_repository(prepared):
     snapshot = trunk.snapshot()
     gold, submit = environment.expert_actions()
     assert "setup.py" in trunk.step("ls").text or "pyproject" in trunk.step("ls").text
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     fork.step(gold)
     assert "blueprints" in fork.step("git status --short").text
     assert "blueprints" not in trunk.step("git status --short").text
     assert trunk.step(submit).reward == 0.0
     assert fork.step(submit).reward == 1.0
-    assert "OK" in trunk.fork(snapshot)[0].step("python -c 'import flask; print(\"OK\")'").text
+    assert "OK" in snapshot.fork()[0].step("python -c 'import flask; print(\"OK\")'").text
     trunk.close()
 
 

@@ -196,17 +196,17 @@ def test_forks_of_forks_in_containers(environment, task):
     trunk.reset(task)
     start = trunk.snapshot()
     gold, submit = environment.expert_actions()
-    (fork,) = trunk.fork(start)
+    (fork,) = start.fork()
     fork.step("echo 1 > x")
     middle = fork.snapshot()
-    inner, other = fork.fork(middle, 2)
+    inner, other = middle.fork(2)
     inner.step(gold)
     assert "blueprints" in inner.step("git status --short").text
     assert "blueprints" not in other.step("git status --short; cat x").text
     assert "No such file" in trunk.step("cat x").text
     assert inner.step(submit).reward == 1.0
     assert other.step(submit).reward == 0.0
-    (late,) = fork.fork(middle)
+    (late,) = middle.fork()
     assert "1" in late.step("cat x").text
     for held in (trunk, fork, inner, other, late):
         held.close()
@@ -256,7 +256,7 @@ def test_repair_tasks_in_containers_by_config_survive_the_death_of_their_process
             snapshot = trunk.snapshot()
             assert trunk.step("cat x; ls setup.cfg").text == "1\nsetup.cfg", "it is in the image's repository"
             host._worker.stop()
-            (fork,) = trunk.fork(snapshot)
+            (fork,) = snapshot.fork()
             assert fork.step("cat x").text == "1" and host.recoveries == 1
             for action in json.loads(Path(task).read_text())["expert"]:
                 last = fork.step(action)

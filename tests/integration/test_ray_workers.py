@@ -75,9 +75,9 @@ def test_branches_are_independent(backend):
         trunk.step("a")
         snapshot = trunk.snapshot()
         assert trunk.step("b").text == "t/3 a b"
-        left, right = trunk.fork(snapshot, 2)
+        left, right = snapshot.fork(2)
         assert (left.step("l").text, right.step("r").text) == ("t/3 a l", "t/3 a r")
-        (nested,) = right.fork(right.snapshot())
+        (nested,) = right.snapshot().fork()
         assert nested.step("n").text == "t/3 a r n"
         assert host.recoveries == 0
     pools.close()
@@ -99,7 +99,7 @@ def test_a_failure_loses_its_branch_and_the_others_go_on(pools, action, error, m
         trunk, _ = host.reset("t")
         trunk.step("a")
         snapshot = trunk.snapshot()
-        first, second = trunk.fork(snapshot, 2)
+        first, second = snapshot.fork(2)
         pool.step_timeout = 1
         with pytest.raises(error, match=message):
             first.step(action)

@@ -14,7 +14,7 @@ def test_the_examples_game_can_be_won_and_forked():
         sandbox.reset(game.tasks()[0])
         first = sandbox.step("guess 5").text
         snapshot = sandbox.snapshot()
-        forks = sandbox.fork(snapshot, 9)
+        forks = snapshot.fork(9)
         answers = [fork.step(f"guess {i}") for i, fork in enumerate(forks, start=1)]
     assert first in ("Higher.", "Lower.", "Right.")
     assert first == "Right." or sum(a.reward for a in answers) == 1.0

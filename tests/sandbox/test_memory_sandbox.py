@@ -24,7 +24,7 @@ def world(request, tmp_path):
 def test_branches_dont_see_each_others_steps(world):
     trunk, _ = world
     trunk.step("a")
-    left, right = trunk.fork(trunk.snapshot(), 2)
+    left, right = trunk.snapshot().fork(2)
     assert left.step("l").text == "t/0 a l"
     assert trunk.step("b").text == "t/0 a b"
     assert right.step("r").text == "t/0 a r"
@@ -35,12 +35,12 @@ def test_branches_dont_see_each_others_steps(world):
 
 def test_forks_can_be_snapshot_and_forked_again(world):
     trunk, _ = world
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     fork.step("f")
     nested_snapshot = fork.snapshot()
     trunk.step("a")
     fork.step("g")
-    (nested,) = fork.fork(nested_snapshot)
+    (nested,) = nested_snapshot.fork()
     assert nested.step("n").text == "t/0 f n"
     assert fork.step("h").text == "t/0 f g h"
 
@@ -50,7 +50,7 @@ def test_a_snapshot_keeps_its_state_however_often_it_is_forked(world):
     snapshot = trunk.snapshot()
     for word in ("a", "b", "c"):
         trunk.step(word)
-        (fork,) = trunk.fork(snapshot)
+        (fork,) = snapshot.fork()
         assert fork.step(word).text == f"t/0 {word}"
 
 
@@ -60,25 +60,25 @@ def test_a_snapshot_outlives_its_sandbox(world):
     snapshot = trunk.snapshot()
     trunk.step("b")
     trunk.close()
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     assert fork.step("f").text == "t/0 a f"
 
 
 def test_forks_outlive_their_snapshot(world):
     trunk, _ = world
     snapshot = trunk.snapshot()
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     snapshot.release()
     snapshot.release()
     assert fork.step("f").text == "t/0 f"
     with pytest.raises(SandboxError, match="released"):
-        trunk.fork(snapshot)
+        snapshot.fork()
 
 
 def test_the_environment_closes_with_its_last_sandbox_or_snapshot(world):
     trunk, count = world
     snapshot = trunk.snapshot()
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     trunk.close()
     trunk.close()
     fork.close()
@@ -91,7 +91,7 @@ def test_a_state_is_saved_only_once_until_it_changes(tmp_path):
     log = tmp_path / "log"
     trunk = MemorySandbox(SavingDiary(str(log)))
     trunk.reset("t")
-    first, second = trunk.fork(trunk.snapshot(), 2)
+    first, second = trunk.snapshot().fork(2)
     first.step("f")  # the trunk's state is the snapshot's: nothing to save
     trunk.snapshot()  # the same state again
     second.step("s")  # saves first
@@ -105,7 +105,7 @@ def test_a_snapshot_or_a_fork_costs_one_deep_copy(monkeypatch):
     trunk.reset("t")
     snapshot = trunk.snapshot()
     assert len(copies) == 1
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     assert len(copies) == 2
     for _ in range(3):
         trunk.step("a")
@@ -130,7 +130,7 @@ def test_a_world_that_cannot_be_copied_says_what_to_do():
 def test_a_failed_step_loses_its_branch_and_no_other():
     trunk = MemorySandbox(Hostile())
     trunk.reset("t")
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     with pytest.raises(ValueError, match="the wall"):
         fork.step("raise")
     with pytest.raises(SandboxError, match="last step failed"):
@@ -149,7 +149,7 @@ def test_a_state_that_cannot_be_saved_loses_its_own_branch_only():
 
     trunk = MemorySandbox(Unsavable())
     trunk.reset("t")
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     fork.step("spoil")
     assert trunk.step("a").text == "t/0 a"
     with pytest.raises(SandboxError, match="disk full"):
@@ -160,14 +160,14 @@ def test_env_steps_count_a_branchs_own_steps(world):
     trunk, _ = world
     trunk.step("a")
     trunk.step("b")
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     fork.step("c")
     assert (trunk.env_steps, fork.env_steps) == (2, 1)
 
 
 def test_branches_may_be_used_from_many_threads_at_once(world):
     trunk, _ = world
-    forks = trunk.fork(trunk.snapshot(), 8)
+    forks = trunk.snapshot().fork(8)
 
     def play(index):
         for turn in range(20):
@@ -265,7 +265,7 @@ def last(sandbox, expression):
 
 def forked(sandbox):
     snapshot = sandbox.snapshot()
-    (fork,) = sandbox.fork(snapshot)
+    (fork,) = snapshot.fork()
     return fork
 
 
@@ -300,7 +300,7 @@ def test_a_state_may_stop_being_picklable():
     sandbox.step("self.odd = lambda: 7")
     fork = forked(sandbox)
     assert last(fork, "self.odd()") == "7"
-    (early,) = sandbox.fork(first)
+    (early,) = first.fork()
     assert last(early, "hasattr(self,'odd')") == "False"
 
 
@@ -317,7 +317,7 @@ def test_usual_state_is_pickled_and_comes_back_the_same():
     sandbox = held(**state)
     snapshot = sandbox.snapshot()
     assert snapshot.nbytes  # only a pickle knows it
-    (fork,) = sandbox.fork(snapshot)
+    (fork,) = snapshot.fork()
     checks = (
         "self.door is Door.OPEN",
         "self.pattern.match('aa') and 1",
@@ -337,7 +337,7 @@ def test_branches_of_a_pickled_state_differ_like_those_of_a_deep_copied_one():
         for _ in range(200):
             branch = dice.choice(branches)
             if dice.random() < 0.2:
-                branches += branch.fork(branch.snapshot(), 2)
+                branches += branch.snapshot().fork(2)
             texts.append(branch.step(f"self.numbers[0] = self.numbers[0] * 3 + {dice.randrange(9)}").text)
             texts.append(last(branch, "self.numbers"))
         return texts

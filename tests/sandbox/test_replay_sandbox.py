@@ -2,7 +2,7 @@ import pytest
 from sandbox_worlds import Diary, Drifting, Hostile, Uncopyable
 
 from verl_bpo.sandbox import Observation, ReplaySandbox, SandboxError
-from verl_bpo.sandbox.replay import Fingerprint
+from verl_bpo.sandbox.history import Fingerprint
 
 
 @pytest.fixture
@@ -14,11 +14,11 @@ def trunk():
 
 def test_branches_of_a_world_that_cannot_be_copied_are_independent(trunk):
     trunk.step("a")
-    left, right = trunk.fork(trunk.snapshot(), 2)
+    left, right = trunk.snapshot().fork(2)
     assert left.step("l").text == "t/5 a l"
     assert trunk.step("b").text == "t/5 a b"
     assert right.step("r").text == "t/5 a r"
-    (nested,) = left.fork(left.snapshot())
+    (nested,) = left.snapshot().fork()
     assert nested.step("n").text == "t/5 a l n"
 
 
@@ -27,14 +27,14 @@ def test_a_snapshot_outlives_its_sandbox(trunk):
     snapshot = trunk.snapshot()
     trunk.step("b")
     trunk.close()
-    (fork,) = trunk.fork(snapshot)
+    (fork,) = snapshot.fork()
     assert fork.step("f").text == "t/5 a f"
 
 
 def test_replayed_steps_are_counted_apart(trunk):
     for action in "abc":
         trunk.step(action)
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     fork.step("d")
     assert (fork.replayed_steps, fork.env_steps, trunk.replayed_steps) == (3, 1, 0)
 
@@ -44,7 +44,7 @@ def test_a_world_that_drifts_is_caught_and_the_step_named():
     trunk.reset("t")
     trunk.step("a")
     trunk.step("drift")
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     assert isinstance(fork, SandboxError)
     assert "step 2 ('drift') gave another text" in str(fork)
     assert trunk.step("b").text == "t/0 a drift b"
@@ -87,7 +87,7 @@ def test_a_fork_that_fails_closes_its_environment(tmp_path):
     trunk = ReplaySandbox(Fragile)
     trunk.reset("t")
     trunk.step("a")
-    failed, good = trunk.fork(trunk.snapshot(), 2)
+    failed, good = trunk.snapshot().fork(2)
     assert isinstance(failed, OSError)
     assert log.read_text().split().count("close") == 1
     assert good.step("b").text == "t/0 a b"

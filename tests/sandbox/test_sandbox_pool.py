@@ -60,11 +60,11 @@ def test_branches_are_independent_whatever_the_backend_and_isolation(name, backe
         trunk.step("a")
         snapshot = trunk.snapshot()
         assert trunk.step("b").text == "t/3 a b"
-        left, right = trunk.fork(snapshot, 2)
+        left, right = snapshot.fork(2)
         trunk.close()
         assert left.step("l").text == "t/3 a l"
         assert right.step("r").text == "t/3 a r"
-        (nested,) = right.fork(right.snapshot())
+        (nested,) = right.snapshot().fork()
         snapshot.release()
         left.close()
         assert nested.step("n").text == "t/3 a r n"
@@ -86,7 +86,7 @@ def test_branches_are_independent_whatever_the_backend_and_isolation(name, backe
 def test_a_failing_step_loses_its_branch_and_keeps_the_process(pool, action, error, message):
     with pool.open() as host:
         trunk, _ = host.reset("t")
-        (fork,) = trunk.fork(trunk.snapshot())
+        (fork,) = trunk.snapshot().fork()
         with pytest.raises(error, match=message):
             fork.step(action)
         with pytest.raises(SandboxError, match="last step failed"):
@@ -110,7 +110,7 @@ def test_a_crash_or_a_hang_loses_its_branch_and_the_others_recover(backend, acti
         trunk, _ = host.reset("t")
         trunk.step("a")
         snapshot = trunk.snapshot()
-        first, second = trunk.fork(snapshot, 2)
+        first, second = snapshot.fork(2)
         second.step("s")
         with pytest.raises(error, match=message):
             first.step(action)
@@ -119,7 +119,7 @@ def test_a_crash_or_a_hang_loses_its_branch_and_the_others_recover(backend, acti
             first.step("x")
         assert second.step("t").text == "t/0 a s t"
         assert trunk.step("b").text == "t/0 a b"
-        (late,) = trunk.fork(snapshot)
+        (late,) = snapshot.fork()
         assert late.step("c").text == "t/0 a c"
         assert host.recoveries == 1
         assert (second.env_steps, second.replayed_steps - (backend == "replay")) == (2, 2)
@@ -129,7 +129,7 @@ def test_a_kill_from_outside_between_calls_loses_nothing(host):
     trunk, _ = host.reset("t")
     trunk.step("a")
     pid = pid_of(trunk)
-    (fork,) = trunk.fork(trunk.snapshot())
+    (fork,) = trunk.snapshot().fork()
     clean, _ = host.reset("t")
     clean.step("c")
     os.kill(pid, signal.SIGKILL)
@@ -239,7 +239,7 @@ def test_wrong_arguments_of_an_environment_are_told_at_open():
 def test_branches_may_be_used_from_many_threads_while_one_crashes(pool):
     with pool.open() as host:
         trunk, _ = host.reset("t")
-        forks = trunk.fork(trunk.snapshot(), 6)
+        forks = trunk.snapshot().fork(6)
 
         def play(index):
             for turn in range(10):

@@ -55,8 +55,8 @@ def test_replay_goes_by_what_is_declared():
     sandbox = ReplaySandbox(Ticking)
     assert sandbox.reset("t").text == "tick 1 reset"
     assert sandbox.step("a").text == "tick 2 a"  # the policy sees all of it
-    (fork,) = sandbox.fork(sandbox.snapshot())
+    (fork,) = sandbox.snapshot().fork()
     assert fork.step("b").text == "tick 5 b"
     sandbox.step("drift")
-    (error,) = sandbox.fork(sandbox.snapshot())
+    (error,) = sandbox.snapshot().fork()
     assert isinstance(error, SandboxError) and "step 2 ('drift') gave another text" in str(error)

@@ -21,7 +21,8 @@ class FakeWorld:
 
     def __init__(self, length=5, crash_on=None, no_snapshot=False):
         self.length, self.crash_on, self.no_snapshot = length, crash_on, no_snapshot
-        self.live, self.kept, self.lock, self.recoveries = set(), set(), threading.Lock(), 0
+        self.live, self.kept, self.lock = set(), set(), threading.Lock()
+        self.recoveries, self.replayed_steps = 0, 7
 
     def reset(self, task, seed=0):
         return FakeSandbox(self, []), Observation("start", actions=("a", "b"))
@@ -31,6 +32,9 @@ class FakeSnapshot(Snapshot):
     def __init__(self, world, actions):
         self.world, self.actions = world, list(actions)
         world.kept.add(self)
+
+    def fork(self, count=1):
+        return [FakeSandbox(self.world, self.actions) for _ in range(count)]
 
     def release(self):
         self.world.kept.discard(self)
@@ -58,9 +62,6 @@ class FakeSandbox(Sandbox):
         if self.world.no_snapshot:
             raise SnapshotUnsupported("the fake world has no snapshot: set bpo.env.backend=replay")
         return FakeSnapshot(self.world, self.actions)
-
-    def fork(self, snapshot, count=1):
-        return [FakeSandbox(self.world, snapshot.actions) for _ in range(count)]
 
     def close(self):
         with self.world.lock:
@@ -144,6 +145,7 @@ def test_a_fork_starts_from_the_state_before_the_trunks_action():
     assert [t.parent for t in tree.trajectories] == [-1, 0, 0]
     assert [n.observation_text for n in tree.nodes if n.trajectory == 1] == ["aa", "aaa", "aaaa", "aaaaa"]
     assert tree.counters["env_steps"] == 5 + 4 + 4
+    assert tree.counters["replayed_steps"] == 7  # what the world says it executed again
 
 
 @pytest.mark.parametrize("which, points", [("first", 0), ("open", 1), ("all", 1)])

@@ -293,7 +293,7 @@ class _Checker:
                     sandbox.step(action)
                 order = random.Random(number).sample(range(len(snapshots)), len(snapshots))
                 for start in [*order, *order[:2]]:  # a snapshot serves more than once
-                    (branch,) = _opened(sandbox.fork(snapshots[start]))
+                    (branch,) = _opened(snapshots[start].fork())
                     branches.append(branch)
                     why = (
                         f"restored to turn {start}, it went on differently: save_state must hold all that step reads or "
@@ -318,13 +318,13 @@ class _Checker:
                 held.append(sandbox.snapshot())
             snapshots = list(held)
             for again in (False, True):
-                for sandbox, snapshot, episode in zip(started, snapshots, self.episodes):
-                    (branch,) = _opened(sandbox.fork(snapshot))
+                for snapshot, episode in zip(snapshots, self.episodes):
+                    (branch,) = _opened(snapshot.fork())
                     held.append(branch)
                     for number, action in enumerate(episode.actions, 1):
                         if again and number == len(episode.actions) // 2:  # what a snapshot loses shows here
                             held.append(branch.snapshot())
-                            (branch,) = _opened(branch.fork(held[-1]))
+                            (branch,) = _opened(held[-1].fork())
                             held.append(branch)
                         observation = branch.step(action)
                         why = "played again from a snapshot it went on differently: draw chance from reset's seed"
@@ -357,17 +357,17 @@ class _Checker:
                     origin.step(action)
                 snapshot = origin.snapshot()
                 held.append(snapshot)
-                forks = _opened(origin.fork(snapshot, 2))
+                forks = _opened(snapshot.fork(2))
                 held += forks
                 why = "branches of one state must not feel each other: they share something that a step changes"
                 for turn in range(middle, len(episode.actions)):
                     for branch in (origin, *forks):
                         _same(episode, turn + 1, self._turn(branch.step(episode.actions[turn])), why)
-                (first,) = _opened(origin.fork(snapshot))
+                (first,) = _opened(snapshot.fork())
                 held.append(first)
                 inner = first.snapshot()
                 held.append(inner)
-                held += (nested := _opened(first.fork(inner)))
+                held += (nested := _opened(inner.fork()))
                 for turn in range(middle, len(episode.actions)):
                     turned = self._turn(nested[0].step(episode.actions[turn]))
                     _same(episode, turn + 1, turned, f"in a fork of a fork: {why}")
@@ -415,7 +415,7 @@ class _Checker:
     def _costs(self) -> None:
         samples: dict[str, list[float]] = {"reset": [], "step": [], "save": [], "load": []}
         sandbox = MemorySandbox(self.make())
-        world = sandbox._world
+        world = sandbox.shared
         try:
             for episode in self.episodes:
                 _timed(samples["reset"], world.environment.reset, episode.task, self.seed)
@@ -436,7 +436,7 @@ class _Checker:
             sandbox.reset(episode.task, self.seed)
             for action in episode.actions[:-1]:
                 sandbox.step(action)
-            world = sandbox._world
+            world = sandbox.shared
             kept = [world.save()]
             tracemalloc.start()
             start = tracemalloc.get_traced_memory()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from verl_bpo.sandbox.loading import BACKENDS
 from verl_bpo.shells.container import ContainerConfig
 from verl_bpo.tree.prompting import PromptConfig
 
@@ -198,8 +199,8 @@ class EnvConfig:
     max_action_tokens: int = 64
     """Longest action in tokens."""
     backend: str = "memory"
-    """How a world is snapshot: ``memory`` (its own save/load or a copy), ``fork`` (its process) or ``replay`` (its
-    actions played again)."""
+    """How a world is snapshot: ``memory`` (its own save/load or a copy), ``fork`` (its process), ``replay`` (its
+    actions played again), or an own backend, ``file.py:Class``."""
     isolation: str = "process"
     """``process``: worlds live in child processes that may crash or hang alone. ``none``: in the rollout worker."""
     workers: int = 2
@@ -219,7 +220,8 @@ class EnvConfig:
 
     def __post_init__(self) -> None:
         _one_of("bpo.env.execution", self.execution, ("local", "container"))
-        _one_of("bpo.env.backend", self.backend, ("memory", "fork", "replay"))
+        if not BACKENDS.knows(self.backend):
+            raise ConfigError(f"bpo.env.backend={self.backend!r} is not one of {BACKENDS.describe()}")
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
         for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)

@@ -1,6 +1,6 @@
 """Sandboxes on other machines: their processes live in Ray actors, and Ray's scheduler says where.
 
-A :class:`SandboxActor` holds the processes of several worlds, each a :class:`verl_bpo.sandbox.worker.ProcessWorker` as
+A :class:`SandboxActor` holds the processes of several worlds, each a :class:`verl_bpo.sandbox.process.ProcessWorker` as
 a local pool has them: a world that crashes or hangs ends alone, and a snapshot stays in the process that took it.
 :class:`RayWorkers` makes the pool's side of them. Calls block their thread, so they are made from the rollout's thread pool,
 like those of local sandboxes.
@@ -20,8 +20,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
+from verl_bpo.sandbox.errors import from_exception
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
-from verl_bpo.sandbox.worker import ProcessWorker, from_exception, read_answer
+from verl_bpo.sandbox.process import ProcessWorker, read_answer
 
 if TYPE_CHECKING:
     from verl_bpo.config.schema import PlacementConfig
@@ -163,12 +164,12 @@ class RayWorker:
         self._dead = self._stopped = False
 
     def call(self, operation: str, *args: Any, timeout: float) -> Any:
-        """The server's answer.
+        """The worker's answer.
 
         Raises:
             SandboxTimeout: there was none in ``timeout`` seconds; the process is killed.
             SandboxCrashed: the process, its actor or its node died.
-            SandboxError, EnvironmentUnavailable: what the server raised.
+            SandboxError, EnvironmentUnavailable: what the worker raised.
         """
         try:
             asked = self._actor.handle.ask.remote(self._number, operation, args, timeout)

@@ -1,7 +1,7 @@
 """Snapshot, fork and restore of worlds that agents act in."""
 
 from verl_bpo.sandbox.base import (
-    Capabilities,
+    Backend,
     Environment,
     Observation,
     Sandbox,
@@ -12,28 +12,28 @@ from verl_bpo.sandbox.base import (
     SnapshotUnsupported,
     TaskError,
 )
-from verl_bpo.sandbox.fork import ForkSandbox, Nursery
+from verl_bpo.sandbox.fork import ForkBackend
 from verl_bpo.sandbox.memory import MemorySandbox
-from verl_bpo.sandbox.process import SandboxHost, SandboxPool
+from verl_bpo.sandbox.pool import SandboxPool
 from verl_bpo.sandbox.replay import ReplaySandbox
 from verl_bpo.sandbox.volatile import VOLATILE
+from verl_bpo.sandbox.world import World
 
 __all__ = [
     "VOLATILE",
-    "Capabilities",
+    "Backend",
     "Environment",
-    "ForkSandbox",
+    "ForkBackend",
     "MemorySandbox",
-    "Nursery",
     "Observation",
     "ReplaySandbox",
     "Sandbox",
     "SandboxCrashed",
     "SandboxError",
-    "SandboxHost",
     "SandboxPool",
     "SandboxTimeout",
     "Snapshot",
     "SnapshotUnsupported",
     "TaskError",
+    "World",
 ]

@@ -1,8 +1,8 @@
 """The protocol between rollouts and the worlds that agents act in.
 
 Two roles. An :class:`Environment` is what an author writes: one live world in one state, driven by text. A
-:class:`Sandbox` is what a rollout holds: a handle on one branch of that world, which can be snapshot and forked. A
-backend (``memory``, ``replay``, ...) turns the first into the second, so an author never writes branching code.
+:class:`Sandbox` is what a rollout holds: a handle on one branch of that world, which can be snapshot; a :class:`Snapshot`
+forks itself. A :class:`Backend` turns the first into the others, so an author never writes branching code.
 
 Nothing here knows verl, ray or torch.
 """
@@ -152,22 +152,22 @@ class Environment(ABC):
         return path.read_bytes() if path else b""
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What a sandbox's snapshots hold and how they may be used."""
-
-    snapshot: bool = True
-    nested: bool = True
-    """A fork can be snapshot and forked again."""
-    exact: bool = True
-    """A restored branch continues bit for bit like the original (False: by replay of a world that may drift)."""
-
-
 class Snapshot(ABC):
     """A frozen state of one sandbox's world. Fork from it as often as needed; release it when done."""
 
     nbytes: int | None = None
     """Size in bytes where it is known."""
+    replayed_steps: int = 0
+    """Steps that were executed again to make its forks, those that failed included."""
+
+    @abstractmethod
+    def fork(self, count: int = 1) -> list[Sandbox | Exception]:
+        """``count`` new sandboxes in this state, whether or not the one it was taken of is still open. One that fails is
+        returned as its exception.
+
+        Raises:
+            SandboxError: it is released.
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -180,9 +180,11 @@ class Sandbox(ABC):
     A sandbox may be used from any thread, by one call at a time; different sandboxes of one world may be used at once.
     """
 
-    capabilities: Capabilities = Capabilities()
     env_steps: int = 0
-    """Environment steps executed through this handle (its own, not its ancestors'): the cost counted by budgets."""
+    """Steps executed through this handle (its own, not its ancestors'), those that crashed or timed out included: the cost
+    counted by budgets."""
+    replayed_steps: int = 0
+    """Steps that were executed again to get this branch into its state; not in ``env_steps``."""
 
     @abstractmethod
     def reset(self, task: str, seed: int = 0) -> Observation: ...
@@ -199,10 +201,6 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
-    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` new sandboxes, each in the snapshot's state. One that fails is returned as its exception."""
-
-    @abstractmethod
     def close(self) -> None:
         """Give this branch back. Snapshots and forks made from it stay usable. Safe to call twice."""
 
@@ -211,3 +209,34 @@ class Sandbox(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Backend(ABC):
+    """How the worlds of one environment are snapshot. To add one, write a module of this package that names its class in
+    ``BACKEND``, or a file of your own: ``bpo.env.backend=path/to/file.py:Class``.
+
+    Args:
+        env: name of the environment, see :mod:`verl_bpo.sandbox.loading`.
+        env_kwargs: arguments of its constructor.
+
+    Raises:
+        EnvironmentUnavailable: there is no such environment, or it doesn't take these arguments.
+    """
+
+    replays: ClassVar[bool] = False
+    """Whether a fork plays the snapshot's actions again: it may then take as long as they, and no initial state is kept."""
+    volatile: Mapping[str, str]
+    """What the environment declares as such."""
+
+    @abstractmethod
+    def __init__(self, env: str, env_kwargs: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def sandbox(self) -> Sandbox:
+        """The first sandbox of a new world; reset it before anything else."""
+
+    def clear(self) -> None:
+        """A tree is done and all that was made is closed: keep nothing of it for the next one."""
+
+    def close(self) -> None:
+        """End everything. Safe to call twice."""

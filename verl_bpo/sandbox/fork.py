@@ -1,4 +1,4 @@
-"""The ``fork`` backend: each branch is a process, and a snapshot is one that waits.
+"""Each branch is a process, and a snapshot is one that waits.
 
 For any Python environment that can neither save its state nor be copied. What is captured is the memory of the process,
 page by page and only when it changes. What isn't: threads, child processes and connections (an environment that has
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_bpo.sandbox.base import (
-    Capabilities,
+    Backend,
     Environment,
     Observation,
     Sandbox,
@@ -35,19 +35,20 @@ from verl_bpo.sandbox.base import (
     Snapshot,
     SnapshotUnsupported,
 )
+from verl_bpo.sandbox.errors import PLAIN, from_exception, to_exception
+from verl_bpo.sandbox.loading import EnvironmentMaker
+
+BACKEND = "ForkBackend"
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 """Threads don't survive a fork, so libraries that make some at import shouldn't."""
 
 
-class Nursery:
+class ForkBackend(Backend):
     """The process that all branches of one environment descend from. It makes the environment and never plays it.
 
     It is a fresh interpreter, not a fork of this one with its threads and locks. When it ends, or this process does,
     all branches end.
-
-    Raises:
-        EnvironmentUnavailable: there is no such environment, or it doesn't take these arguments.
     """
 
     def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -63,14 +64,12 @@ class Nursery:
             )
         self._line = _Line(ours)
         try:
-            self.volatile: dict[str, str] = self._line.receive("making the environment")
-            """What the environment declares as such."""
+            self.volatile = self._line.receive("making the environment")
         except BaseException:
             self.close()
             raise
 
-    def branch(self) -> ForkSandbox:
-        """A sandbox with the environment as it was made; reset it first."""
+    def sandbox(self) -> ForkSandbox:
         return ForkSandbox(self._line.fork(family=[0]))
 
     def close(self) -> None:
@@ -85,33 +84,23 @@ class Nursery:
 
 
 class ForkSandbox(Sandbox):
-    """A branch: a process with an environment in it. Made by :meth:`Nursery.branch` or by a fork.
+    """A branch: a process with an environment in it. Made by the backend or by a fork.
 
     A call in which the process dies raises :class:`SandboxCrashed`; no other branch notices.
     """
 
-    capabilities = Capabilities(snapshot=True, nested=True, exact=True)
-
     def __init__(self, line: _Line) -> None:
         self._line = line
-        self.env_steps = 0
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         return self._line.call("reset", task, seed)
 
     def step(self, action: str) -> Observation:
-        observation = self._line.call("step", action)
         self.env_steps += 1
-        return observation
+        return self._line.call("step", action)
 
     def snapshot(self) -> Snapshot:
         return ForkSnapshot(self._line.fork())
-
-    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` branches in the snapshot's state. The sandbox itself may be closed already."""
-        if not isinstance(snapshot, ForkSnapshot):
-            raise TypeError(f"a {type(snapshot).__name__} is no snapshot of this backend")
-        return snapshot.fork(count)
 
     def close(self) -> None:
         self._line.close()
@@ -124,7 +113,6 @@ class ForkSnapshot(Snapshot):
         self._line = line
 
     def fork(self, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` sandboxes in this state, whether or not the sandbox it was taken of is still open."""
         if self._line.closed:
             raise SandboxError("this snapshot is released")
         forks: list[Sandbox | Exception] = []
@@ -180,8 +168,6 @@ class _Line:
             raise SandboxCrashed(f"the environment's process is gone ({error})") from error
 
     def receive(self, operation: str) -> Any:
-        from verl_bpo.sandbox.worker import to_exception  # which imports this module
-
         try:
             answer, _ = _receive(self._socket)
         except OSError as error:
@@ -217,21 +203,13 @@ _START = (
 
 
 def serve(env: str, env_kwargs: dict[str, Any], descriptor: int) -> None:
-    """The nursery's whole life."""
-    from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_environment
-    from verl_bpo.sandbox.worker import from_exception
-
+    """That first process's whole life."""
     os.dup2(2, 1)  # what environments print is no result
     line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)
     try:
-        environment_class = load_environment(env)
-        try:
-            environment = environment_class(**env_kwargs)
-        except Exception as error:
-            raise EnvironmentUnavailable(
-                f"environment {env!r} can't be made with arguments {env_kwargs}: {type(error).__name__}: {error}"
-            ) from error
+        make = EnvironmentMaker(env, env_kwargs)
+        environment = make()
     except (Exception, SystemExit) as error:
         _answer(line, ("error", *from_exception(error)))
         return
@@ -242,7 +220,7 @@ def serve(env: str, env_kwargs: dict[str, Any], descriptor: int) -> None:
     signal.set_wakeup_fd(waker)
     _use_huge_pages()
     branch = _Branch(environment, line, spare=(wake, waker))
-    _answer(line, ("ok", dict(environment_class.volatile)))
+    _answer(line, ("ok", make.volatile))
     while True:
         ready, _, _ = select.select([line, wake], [], [])
         if wake in ready:
@@ -263,8 +241,6 @@ class _Branch:
 
     def serve_one(self) -> bool:
         """Answer one request; False when nobody will ask again."""
-        from verl_bpo.sandbox.worker import PLAIN, from_exception
-
         try:
             request, passed = _receive(self.line)
         except OSError:
@@ -328,7 +304,7 @@ class _Branch:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             others = set(map(int, file.read().split())) - self.children
         if self.spare:
-            others.clear()  # the nursery adopts what its branches leave behind
+            others.clear()  # the first process adopts what its branches leave behind
         mine = {0, 1, 2, self.line.fileno(), *passed, *self.spare}
         connections = 0
         for name in os.listdir("/proc/self/fd"):

@@ -1,7 +1,7 @@
-"""How a name in a config becomes an environment class.
+"""How a name in a config becomes a class: of an environment, of a snapshot backend, of a shell (:mod:`verl_bpo.shells`).
 
-A built-in environment is a module or package ``verl_bpo.envs.NAME``. Its docstring's first line says what it is, ``INSTALL``
-what it needs, and ``ENVIRONMENT`` where its class is, as ``module:Class`` below the package.
+What is built in is a module or a package of one folder, called by its name. Its docstring's first line says what it is,
+``INSTALL`` what it needs beside this package, and one more variable, which the registry names, where its class is.
 """
 
 from __future__ import annotations
@@ -11,63 +11,158 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from zlib import crc32
 
-from verl_bpo.sandbox.base import Environment
-
-_HOME = "verl_bpo.envs"
+from verl_bpo.sandbox.base import Backend, Environment
 
 
 class EnvironmentUnavailable(Exception):
-    """An environment can't be used here; the message is one line that says what to install or write."""
+    """An environment, or what it is to run in, can't be used here; one line that says what to install or write."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Classes of one kind, by name."""
+
+    kind: str
+    """What errors call one."""
+    home: str
+    """The package whose modules are those that are built in."""
+    marker: str
+    """The variable of such a module that holds its class's name, as ``module:Class`` where it is a module below."""
+    lacks: Callable[[type], str]
+    """What a class must change to be one of the kind; empty: nothing."""
+
+    def built_in(self) -> dict[str, str]:
+        """Name -> one line on what it is. Imports none of their dependencies."""
+        home = importlib.import_module(self.home)
+        cards = {module.name: self._card(module.name) for module in pkgutil.iter_modules(home.__path__)}
+        return {name: card.__doc__.strip().splitlines()[0].rstrip(".") for name, card in cards.items() if card}
+
+    def knows(self, name: str) -> bool:
+        """Whether ``name`` is a built-in or has the form of an own class's. Loads nothing."""
+        return ":" in name or self._card(name) is not None
+
+    def describe(self) -> str:
+        """What names there are, for messages."""
+        return f"{', '.join(self.built_in())}, package.module:Class or path/to/file.py:Class"
+
+    def load(self, name: str) -> type:
+        """The class that ``name`` stands for: a built-in, ``package.module:Class`` or ``path/to/file.py:Class``.
+
+        Raises:
+            EnvironmentUnavailable: nothing is there, or its dependencies are missing; the message says what to do.
+        """
+        card = self._card(name)
+        module_name, separator, class_name = (self._target(name, card) if card else name).rpartition(":")
+        if not separator or not module_name or not class_name:
+            raise EnvironmentUnavailable(f"no {self.kind} named {name!r}: use one of {self.describe()}")
+        try:
+            module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        except EnvironmentUnavailable:
+            raise
+        except ImportError as error:
+            advice = f"install it: {card.INSTALL}" if card else "install what it needs, or put it on PYTHONPATH"
+            raise EnvironmentUnavailable(f"{self.kind} {name!r} can't be imported ({error}): {advice}") from error
+        except Exception as error:
+            raise EnvironmentUnavailable(
+                f"{self.kind} {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+            ) from error
+        found = getattr(module, class_name, None)
+        if found is None:
+            raise EnvironmentUnavailable(
+                f"{self.kind} {name!r}: {module_name} has no class {class_name}: write it there"
+            )
+        problem = self.lacks(found)
+        if problem:
+            raise EnvironmentUnavailable(f"{self.kind} {name!r}: {class_name} is no {self.kind}: {problem}")
+        return found
+
+    def status(self, name: str) -> tuple[bool, str]:
+        """Whether ``name`` can be loaded here, and the reason if not (empty when it can)."""
+        try:
+            self.load(name)
+        except EnvironmentUnavailable as error:
+            return False, str(error)
+        return True, ""
+
+    def _card(self, name: str) -> ModuleType | None:
+        """The module of a built-in, None for any other name."""
+        if not name.isidentifier() or importlib.util.find_spec(f"{self.home}.{name}") is None:
+            return None
+        card = importlib.import_module(f"{self.home}.{name}")
+        return card if hasattr(card, self.marker) else None
+
+    def _target(self, name: str, card: ModuleType) -> str:
+        where = getattr(card, self.marker)
+        return f"{self.home}.{name}.{where}" if ":" in where else f"{self.home}.{name}:{where}"
+
+
+def derived_from(base: type) -> Callable[[type], str]:
+    """What a class lacks to be derived from ``base``, for :class:`Registry`."""
+
+    def lacks(found: type) -> str:
+        derived = isinstance(found, type) and issubclass(found, base)
+        return "" if derived else f"derive it from verl_bpo.sandbox.{base.__name__}"
+
+    return lacks
+
+
+ENVIRONMENTS = Registry("environment", "verl_bpo.envs", "ENVIRONMENT", derived_from(Environment))
+BACKENDS = Registry("snapshot backend", "verl_bpo.sandbox", "BACKEND", derived_from(Backend))
+"""What ``bpo.env.backend`` may name."""
 
 
 def built_in_environments() -> dict[str, str]:
     """Name -> one line on what it is, of every built-in environment. Imports none of their dependencies."""
-    home = importlib.import_module(_HOME)
-    found = {}
-    for module in pkgutil.iter_modules(home.__path__):
-        card = importlib.import_module(f"{_HOME}.{module.name}")
-        if hasattr(card, "ENVIRONMENT"):
-            found[module.name] = card.__doc__.strip().splitlines()[0].rstrip(".")
-    return found
+    return ENVIRONMENTS.built_in()
 
 
 def load_environment(name: str) -> type[Environment]:
-    """The class that ``name`` stands for: a built-in, ``package.module:Class`` or ``path/to/file.py:Class``.
+    """The class that ``name`` stands for, see :meth:`Registry.load`."""
+    return ENVIRONMENTS.load(name)
+
+
+def environment_status(name: str) -> tuple[bool, str]:
+    """Whether ``name`` can be loaded here, and the reason if not (empty when it can)."""
+    return ENVIRONMENTS.status(name)
+
+
+class EnvironmentMaker:
+    """Makes environments of one kind. The first is made at once, to try the arguments.
 
     Raises:
-        EnvironmentUnavailable: nothing is there, or its dependencies are missing; the message says what to do.
+        EnvironmentUnavailable: there is no such environment, or it doesn't take these arguments.
     """
-    card = _card(name)
-    target = f"{_HOME}.{name}.{card.ENVIRONMENT}" if card else name
-    module_name, separator, class_name = target.rpartition(":")
-    if not separator or not module_name or not class_name:
-        raise EnvironmentUnavailable(
-            f"no environment named {name!r}: use one of {', '.join(built_in_environments())}, package.module:Class or "
-            f"path/to/file.py:Class"
-        )
-    try:
-        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except EnvironmentUnavailable:
-        raise
-    except ImportError as error:
-        advice = f"install it: {card.INSTALL}" if card else "install what it needs, or put it on PYTHONPATH"
-        raise EnvironmentUnavailable(f"environment {name!r} can't be imported ({error}): {advice}") from error
-    except Exception as error:
-        raise EnvironmentUnavailable(
-            f"environment {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        raise EnvironmentUnavailable(f"environment {name!r}: {module_name} has no class {class_name}: write it there")
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise EnvironmentUnavailable(
-            f"environment {name!r}: {class_name} is no environment: derive it from verl_bpo.sandbox.Environment"
-        )
-    return found
+
+    def __init__(self, env: str, env_kwargs: dict[str, Any]) -> None:
+        self._class, self._kwargs = load_environment(env), env_kwargs
+        try:
+            self._spare: Environment | None = self._class(**env_kwargs)
+        except Exception as error:
+            raise EnvironmentUnavailable(
+                f"environment {env!r} can't be made with arguments {env_kwargs}: {type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def volatile(self) -> dict[str, str]:
+        """What the environment declares as such."""
+        return dict(self._class.volatile)
+
+    def __call__(self) -> Environment:
+        environment, self._spare = self._spare, None
+        return environment if environment is not None else self._class(**self._kwargs)
+
+    def clear(self) -> None:
+        """Close the first one if it was never used."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
 
 
 def list_tasks(name: str, split: str, **options: object) -> list[str]:
@@ -88,31 +183,14 @@ def list_tasks(name: str, split: str, **options: object) -> list[str]:
     return environment.tasks(split, **options)
 
 
-def environment_status(name: str) -> tuple[bool, str]:
-    """Whether ``name`` can be loaded here, and the reason if not (empty when it can)."""
-    try:
-        load_environment(name)
-    except EnvironmentUnavailable as error:
-        return False, str(error)
-    return True, ""
-
-
-def _card(name: str) -> ModuleType | None:
-    """The module of a built-in environment, None for any other name."""
-    if not name.isidentifier() or importlib.util.find_spec(f"{_HOME}.{name}") is None:
-        return None
-    card = importlib.import_module(f"{_HOME}.{name}")
-    return card if hasattr(card, "ENVIRONMENT") else None
-
-
-def _load_file(path: str):
+def _load_file(path: str) -> ModuleType:
     """Import a user's file once per process under a name of its own, so that its classes keep their identity."""
     file = Path(path).expanduser().resolve()
-    module_name = f"verl_bpo_environment_{file.stem}_{crc32(str(file).encode()):08x}"
+    module_name = f"verl_bpo_own_{file.stem}_{crc32(str(file).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     if not file.is_file():
-        raise EnvironmentUnavailable(f"no file {path}: give the path of the file that holds your environment")
+        raise EnvironmentUnavailable(f"no file {path}: give the path of the file that holds your class")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module

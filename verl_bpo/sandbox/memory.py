@@ -1,4 +1,4 @@
-"""The ``memory`` backend: branches of one live environment, kept apart by saving and loading its state."""
+"""Branches of one live environment, kept apart by saving and loading its state, or by copies where it has no such."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_bpo.sandbox.base import (
-    Capabilities,
+    Backend,
     Environment,
     Observation,
     Sandbox,
@@ -19,11 +19,28 @@ from verl_bpo.sandbox.base import (
     Snapshot,
     SnapshotUnsupported,
 )
+from verl_bpo.sandbox.loading import EnvironmentMaker
+
+BACKEND = "MemoryBackend"
 
 _ADVICE = (
     "implement save_state and load_state, or use bpo.env.backend=fork or replay, or do without branches "
     "(bpo.branch.selector=none)"
 )
+
+
+class MemoryBackend(Backend):
+    """Each world is one environment."""
+
+    def __init__(self, env: str, env_kwargs: dict[str, Any]) -> None:
+        self._make = EnvironmentMaker(env, env_kwargs)
+        self.volatile = self._make.volatile
+
+    def sandbox(self) -> MemorySandbox:
+        return MemorySandbox(self._make())
+
+    def clear(self) -> None:
+        self._make.clear()
 
 
 class MemorySandbox(Sandbox):
@@ -42,82 +59,73 @@ class MemorySandbox(Sandbox):
         environment: a fresh environment, owned by the sandbox from here on.
     """
 
-    capabilities = Capabilities(snapshot=True, nested=True, exact=True)
-
     def __init__(self, environment: Environment) -> None:
-        self._join(_World(environment))
+        self._join(_Shared(environment))
 
     @classmethod
-    def _at(cls, world: _World, saved: Any) -> MemorySandbox:
+    def _at(cls, shared: _Shared, saved: Any) -> MemorySandbox:
         sandbox = cls.__new__(cls)
-        sandbox._join(world)
+        sandbox._join(shared)
         sandbox._saved = saved
         return sandbox
 
-    def _join(self, world: _World) -> None:
-        self._world = world
+    def _join(self, shared: _Shared) -> None:
+        self.shared = shared
         self._saved: Any = None
         """State to continue from; None when the environment itself is in it, or before ``reset``."""
         self._lost = "it was never reset"
         self._closed = False
-        self.env_steps = 0
-        world.enter()
+        shared.enter()
 
     def reset(self, task: str, seed: int = 0) -> Observation:
-        world = self._world
-        with world.lock:
+        shared = self.shared
+        with shared.lock:
             self._check_open()
-            if world.users > 1:
+            if shared.users > 1:
                 raise SandboxError("a world with other branches or snapshots can't be reset: open a new sandbox")
-            world.live, self._saved = None, None
-            observation = world.environment.reset(task, seed)
-            world.live = self
+            shared.live, self._saved = None, None
+            observation = shared.environment.reset(task, seed)
+            shared.live = self
             return observation
 
     def step(self, action: str) -> Observation:
-        world = self._world
-        with world.lock:
+        shared = self.shared
+        with shared.lock:
             self._wake()
-            self._saved, world.live = None, None  # what an exception leaves behind is nobody's state
+            self._saved, shared.live = None, None  # what an exception leaves behind is nobody's state
             self._lost = "its last step failed"
-            observation = world.environment.step(action)
-            world.live = self
             self.env_steps += 1
+            observation = shared.environment.step(action)
+            shared.live = self
             return observation
 
     def digest(self) -> dict[str, str] | None:
         """The environment's own, in this branch's state."""
-        with self._world.lock:
+        with self.shared.lock:
             self._wake()
-            return self._world.environment.digest()
+            return self.shared.environment.digest()
 
     def snapshot(self) -> Snapshot:
-        world = self._world
-        with world.lock:
+        shared = self.shared
+        with shared.lock:
             self._check_open()
-            if world.frozen(self._saved):
-                return MemorySnapshot(world, self._saved)
+            if shared.frozen(self._saved):
+                return MemorySnapshot(shared, self._saved)
             self._wake()
-            saved = world.save()
-            if world.frozen(saved):
+            saved = shared.save()
+            if shared.frozen(saved):
                 self._saved = saved
-            return MemorySnapshot(world, saved)
-
-    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` branches in the snapshot's state. The sandbox itself may be closed already."""
-        if not isinstance(snapshot, MemorySnapshot):
-            raise TypeError(f"a {type(snapshot).__name__} is no snapshot of this backend")
-        return snapshot.fork(count)
+            return MemorySnapshot(shared, saved)
 
     def close(self) -> None:
-        world = self._world
-        with world.lock:
+        shared = self.shared
+        with shared.lock:
             if self._closed:
                 return
             self._closed, self._saved = True, None
-            if world.live is self:
-                world.live = None
-            world.leave()
+            if shared.live is self:
+                shared.live = None
+            shared.leave()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -125,27 +133,27 @@ class MemorySandbox(Sandbox):
 
     def _wake(self) -> None:
         """Bring the environment into this branch's state."""
-        world = self._world
+        shared = self.shared
         self._check_open()
-        if world.live is self:
+        if shared.live is self:
             return
         if self._saved is None:
             raise SandboxError(f"this branch has no state to go on from: {self._lost}")
-        if world.live is not None:
-            world.live._park()
-        saved, world.live = self._saved, None
-        world.load(saved)
-        world.live = self
-        if not world.frozen(saved):
+        if shared.live is not None:
+            shared.live._park()
+        saved, shared.live = self._saved, None
+        shared.load(saved)
+        shared.live = self
+        if not shared.frozen(saved):
             self._saved = None  # the environment is this branch's own copy now and changes with it
 
     def _park(self) -> None:
         """Make room for another branch. A failure is this branch's own and shows at its next step."""
-        if not self._world.native:
-            self._saved = self._world.environment
+        if not self.shared.native:
+            self._saved = self.shared.environment
         elif self._saved is None:
             try:
-                self._saved = self._world.save()
+                self._saved = self.shared.save()
             except Exception as error:
                 self._lost = f"saving it failed ({type(error).__name__}: {error})"
 
@@ -153,34 +161,33 @@ class MemorySandbox(Sandbox):
 class MemorySnapshot(Snapshot):
     """A saved state (or a copy) of a :class:`MemorySandbox`'s environment."""
 
-    def __init__(self, world: _World, saved: Any) -> None:
-        self._world, self._saved = world, saved
+    def __init__(self, shared: _Shared, saved: Any) -> None:
+        self.shared, self._saved = shared, saved
         self._released = False
         self.nbytes = getattr(saved, "nbytes", None)
-        world.enter()
+        shared.enter()
 
     def fork(self, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` sandboxes in this state, whether or not the sandbox it was taken of is still open."""
-        with self._world.lock:
+        with self.shared.lock:
             if self._released:
                 raise SandboxError("this snapshot is released")
             forks: list[Sandbox | Exception] = []
             for _ in range(count):
                 try:
-                    forks.append(MemorySandbox._at(self._world, self._world.duplicate(self._saved)))
+                    forks.append(MemorySandbox._at(self.shared, self.shared.duplicate(self._saved)))
                 except SandboxError as error:
                     forks.append(error)
             return forks
 
     def release(self) -> None:
-        with self._world.lock:
+        with self.shared.lock:
             if self._released:
                 return
             self._released, self._saved = True, None
-            self._world.leave()
+            self.shared.leave()
 
 
-class _World:
+class _Shared:
     """One environment, who is in it, and how its states are kept."""
 
     def __init__(self, environment: Environment) -> None:

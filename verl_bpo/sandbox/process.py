@@ -1,412 +1,158 @@
-"""Worlds in child processes, so that an environment that crashes, hangs or leaks loses one branch and nothing else.
-
-A :class:`SandboxHost` is one tree's world. The world itself lives in a worker (``worker.py``); the host gives out
-handles and remembers for each the actions that led to its state, so that it can be rebuilt in a fresh worker by playing
-them again. A :class:`SandboxPool` keeps workers warm between trees.
-"""
+"""A worker in a child process, and the line to it."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any, Protocol
+import fcntl
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
-from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, SandboxError, Snapshot
-from verl_bpo.sandbox.replay import History
-from verl_bpo.sandbox.worker import BACKENDS, LocalWorker, ProcessWorker, to_exception
+from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
+from verl_bpo.sandbox.errors import PLAIN, from_exception, to_exception
+from verl_bpo.sandbox.scratch import Scratch
+from verl_bpo.sandbox.worker import LocalWorker
 
 
-class Worker(Protocol):
-    """A place where one world lives at a time, see :class:`verl_bpo.sandbox.worker.ProcessWorker`."""
+class ProcessWorker:
+    """A :class:`LocalWorker` in a child process, and the line to it. One call at a time.
 
-    def call(self, operation: str, *args: Any, timeout: float) -> Any: ...
+    The child is a fresh interpreter, not a fork: it doesn't inherit this process's threads, and it imports neither this
+    process's main module nor anything else that the environment doesn't need.
+    """
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        lifeline, ours = os.pipe()
+        self._lifeline = os.fdopen(ours, "wb", buffering=0)  # closed by this process's end, however that comes
+        self._scratch = Scratch("world")
+        self._stopped = False
+        with theirs, os.fdopen(lifeline, "rb", buffering=0):
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(lifeline)],
+                env={**os.environ, "TMPDIR": str(self._scratch.folder)},  # a killed environment can't tidy up
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,  # a Ctrl-C is for this process; and the whole group can be killed at once
+            )
+
+    def call(self, operation: str, *args: Any, timeout: float) -> Any:
+        """The worker's answer.
+
+        Raises:
+            SandboxTimeout: there was none in ``timeout`` seconds; the process is killed.
+            SandboxCrashed: the process died.
+            SandboxError, EnvironmentUnavailable: what the worker raised.
+        """
+        return read_answer(self.ask(operation, *args, timeout=timeout), operation)
+
+    def ask(self, operation: str, *args: Any, timeout: float) -> bytes:
+        """The worker's answer as it came, for :func:`read_answer`. Raises what concerns the process alone."""
+        request = pickle.dumps((operation, args))
+        try:
+            self._connection.send_bytes(request)
+            if not self._connection.poll(timeout):
+                raise SandboxTimeout(f"{operation} took longer than {timeout:g} s: the process was killed")
+            return self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise SandboxCrashed(f"the environment's process died during {operation}: {self._death()}") from error
+        except BaseException:
+            self.stop()  # an answer that nobody waited for would be taken for the next call's
+            raise
 
     def alive(self) -> bool:
-        """Whether it can take a call. Asked before and after each, so it mustn't take time."""
+        return self._process.poll() is None
 
-    def stop(self) -> None: ...
-
-
-_ISOLATIONS: dict[str, Callable[[], Worker]] = {"process": ProcessWorker, "none": LocalWorker}
-
-
-class SandboxPool:
-    """Worlds of one environment for many trees, at most ``size`` at a time. Safe to use from many threads.
-
-    Processes start when they are first needed, are reused between trees, and end with :meth:`close`, with the
-    interpreter, or when this process dies.
-
-    Args:
-        env: name of the environment, see :func:`verl_bpo.envs.load_environment`.
-        env_kwargs: arguments of its constructor.
-        backend: ``memory``, ``fork`` or ``replay``.
-        size: most worlds open at once; :meth:`open` waits for a free place.
-        step_timeout: seconds that an action, a snapshot or one fork may take.
-        reset_timeout: seconds that opening a task, or starting a process, may take.
-        isolation: ``process``, or ``none``: worlds live in this process; timeouts and crashes aren't caught then.
-        snapshot_bytes: what the snapshots of one world may take together, as far as the backend knows their size. Above
-            it those that weren't used for longest are forgotten; a fork of one plays its actions again. None: any.
-        make_worker: makes the place where a world lives, instead of what ``isolation`` names. May raise SandboxError.
-    """
-
-    def __init__(
-        self,
-        env: str,
-        env_kwargs: dict[str, Any] | None = None,
-        backend: str = "memory",
-        size: int = 2,
-        step_timeout: float = 60.0,
-        reset_timeout: float = 300.0,
-        isolation: str = "process",
-        snapshot_bytes: int | None = None,
-        make_worker: Callable[[], Worker] | None = None,
-    ) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-        if isolation not in _ISOLATIONS:
-            raise ValueError(f"isolation={isolation!r}: use 'process' or 'none'")
-        self.env, self.backend = env, backend
-        self._make_worker = make_worker or _ISOLATIONS[isolation]
-        self.step_timeout, self.reset_timeout = step_timeout, reset_timeout
-        self.snapshot_bytes = snapshot_bytes
-        self.volatile: dict[str, str] = {}
-        """The environment's own, once a worker has loaded it."""
-        self._spec = (env, dict(env_kwargs or {}), backend)
-        self._places = threading.BoundedSemaphore(size)
-        self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._workers: set[Worker] = set()
-        self._closed = False
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
-
-    def open(self) -> SandboxHost:
-        """One tree's world. Waits for a free place; close it (or use it as a context) to give the place back.
-
-        Raises:
-            EnvironmentUnavailable: there is no such environment here, or it doesn't take these arguments.
-            SandboxError: the pool is closed, or a process couldn't start.
-        """
-        self._places.acquire()
-        try:
-            return SandboxHost(self, self._take())
-        except BaseException:
-            self._places.release()
-            raise
-
-    def close(self) -> None:
-        """End all processes. Worlds that are still open end with them. Safe to call twice."""
-        with self._lock:
-            self._closed = True
-            self._idle.clear()
-        self._finalizer()
-
-    def __enter__(self) -> SandboxPool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _take(self) -> Worker:
-        """A worker with nothing in it: a warm one that is still alive, else a new one."""
-        while True:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            if worker is None:
-                return self._start()
-            if worker.alive():
-                return worker
-            self._discard(worker)
-
-    def _start(self) -> Worker:
-        self._check_open()
-        worker = self._make_worker()
-        with self._lock:
-            self._workers.add(worker)
-        try:
-            self._check_open()  # or close() came too early to end it
-            self.volatile = worker.call("open", *self._spec, timeout=self.reset_timeout)
-        except BaseException:
-            self._discard(worker)
-            raise
-        return worker
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox pool is closed")
-
-    def _discard(self, worker: Worker) -> None:
-        worker.stop()
-        with self._lock:
-            self._workers.discard(worker)
-
-    def _give_back(self, worker: Worker | None) -> None:
-        """Take back a host's place, and its worker unless that died."""
-        try:
-            if worker is not None:
-                try:
-                    worker.call("clear", timeout=self.step_timeout)
-                except SandboxError:
-                    self._discard(worker)
-                else:
-                    with self._lock:
-                        if not self._closed:
-                            self._idle.append(worker)
-        finally:
-            self._places.release()
-
-
-class SandboxHost:
-    """One tree's world. Its sandboxes may be used from several threads; their calls take turns.
-
-    When a call kills the process (a crash, a timeout), the branch that made it is lost. The others notice nothing: at
-    their next call they are rebuilt in a fresh process from their own actions, and what the world answers is compared
-    with what it answered before.
-    """
-
-    def __init__(self, pool: SandboxPool, worker: Worker) -> None:
-        self._pool = pool
-        self._worker: Worker | None = worker
-        self._lock = threading.RLock()
-        self._closed = False
-        self._ids = itertools.count()
-        self._garbage: deque[int] = deque()
-        """Server objects that nobody needs any more; they go with the next call, so that closing never waits."""
-        self.generation = 0
-        """Counts the processes that this world has lived in."""
-        self.recoveries = 0
-        """Fresh processes that were started because one had died."""
-        self.evictions = 0
-        """Snapshots that were forgotten to stay within the pool's ``snapshot_bytes``."""
-        self._kept: OrderedDict[_HostedSnapshot, int] = OrderedDict()
-        """Snapshots that the worker holds and their bytes, the one used last at the end."""
-
-    def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]:
-        """A sandbox in the task's initial state, and what is seen there.
-
-        Except with the ``replay`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
-
-        Raises:
-            TaskError: the task can't be opened.
-            SandboxTimeout, SandboxCrashed: see the class.
-        """
-        sandbox = _HostedSandbox(self)
-        return sandbox, sandbox.reset(task, seed)
-
-    def close(self) -> None:
-        """Give the place in the pool back. It ends this world's sandboxes. Safe to call twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            worker, self._worker = self._worker, None
-            self._pool._give_back(worker)
-
-    def __enter__(self) -> SandboxHost:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    # What follows is called with the lock held.
-
-    def _ready(self) -> None:
-        """Make sure of a living worker that holds nothing needless; a new generation if the last one is found dead."""
-        if self._closed:
-            raise SandboxError("this world is closed")
-        if self._worker is not None and self._garbage:
-            garbage = [self._garbage.popleft() for _ in range(len(self._garbage))]
-            with contextlib.suppress(SandboxError):  # whoever calls now has no part in it
-                self._worker.call("drop", garbage, timeout=self._pool.step_timeout)
-        if self._worker is not None and not self._worker.alive():
-            self._lose_worker()
-        if self._worker is None:
-            self._worker = self._pool._take()
-            self.recoveries += 1
-
-    def _keep(self, snapshot: _HostedSnapshot) -> None:
-        """Note that a snapshot is used now, and make room for it."""
-        self._kept[snapshot] = snapshot.nbytes or 0
-        self._kept.move_to_end(snapshot)
-        limit = self._pool.snapshot_bytes
-        while limit is not None and len(self._kept) > 1 and sum(self._kept.values()) > limit:
-            oldest, _ = self._kept.popitem(last=False)
-            oldest._evict()
-            self.evictions += 1
-
-    def _lose_worker(self) -> None:
-        self._pool._discard(self._worker)
-        self._worker = None
-        self._kept.clear()
-        self.generation += 1
-
-    def _call(self, operation: str, *args: Any, timeout: float) -> Any:
-        """Ask the worker that :meth:`_ready` made sure of."""
-        if self._worker is None:
-            raise SandboxCrashed("the environment's process died before")
-        try:
-            return self._worker.call(operation, *args, timeout=timeout)
-        finally:
-            if not self._worker.alive():
-                self._lose_worker()
-
-    def _reset(self, key: int, task: str, seed: int) -> Observation:
-        return self._call("reset", key, task, seed, timeout=self._pool.reset_timeout)
-
-    def _step(self, key: int, action: str) -> Observation:
-        return self._call("step", key, action, timeout=self._pool.step_timeout)
-
-    def _rebuild(self, history: History) -> int:
-        """A branch in the state that ``history`` leads to, in the present generation."""
-        key = next(self._ids)
-        try:
-            history.replay(lambda task, seed: self._reset(key, task, seed), lambda action: self._step(key, action))
-        except BaseException:
-            self._garbage.append(key)
-            raise
-        return key
-
-
-class _HostedSandbox(Sandbox):
-    """A handle on a branch that lives in a host's worker."""
-
-    def __init__(self, host: SandboxHost, key: int | None = None, history: History | None = None) -> None:
-        self._host = host
-        self._key = key
-        self._generation = host.generation
-        self._history = history
-        self._lost = "it was never reset"
-        self._closed = False
-        self.capabilities = BACKENDS[host._pool.backend].capabilities
-        self.env_steps = 0
-        self.replayed_steps = 0
-        """Steps that were played again to bring this branch into its state; not in ``env_steps``."""
-
-    def reset(self, task: str, seed: int = 0) -> Observation:
-        host = self._host
-        with host._lock:
-            self._check_open()
-            self._forget("its reset failed")
-            host._ready()
-            key = next(host._ids)
-            observation = host._reset(key, task, seed)
-            self._key, self._generation = key, host.generation
-            self._history = History.start(task, seed, observation, host._pool.volatile)
-            return observation
-
-    def step(self, action: str) -> Observation:
-        host = self._host
-        with host._lock:
-            self._wake()
+    def wait(self) -> None:
+        """Return when the process has ended. From any thread, beside calls."""
+        with contextlib.suppress(ProcessLookupError):  # it is gone already
+            descriptor = os.pidfd_open(self._process.pid)  # Popen.wait would keep alive() from seeing the end
             try:
-                observation = host._step(self._key, action)
-            except SandboxError as error:
-                self._forget(f"its last step failed ({error})")
-                raise
-            self._history = self._history.then(action, observation)
-            self.env_steps += 1
-            return observation
+                select.select([descriptor], [], [])
+            finally:
+                os.close(descriptor)
 
-    def snapshot(self) -> Snapshot:
-        host = self._host
-        with host._lock:
-            self._wake()
-            key = next(host._ids)
-            nbytes = host._call("snapshot", self._key, key, timeout=host._pool.step_timeout)
-            return _HostedSnapshot(host, key, self._history, nbytes)
+    def stop(self) -> None:
+        """Kill the process and what it started, and wait for its end."""
+        if not self._stopped:
+            self._stopped = True  # later the number may be another group's
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone (macOS: a zombie)
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._scratch.close()
 
-    def fork(self, snapshot: Snapshot, count: int = 1) -> list[Sandbox | Exception]:
-        """``count`` branches in the snapshot's state. The sandbox itself may be closed already."""
-        if not isinstance(snapshot, _HostedSnapshot) or snapshot._host is not self._host:
-            raise TypeError("this snapshot was taken in another world")
-        return snapshot.fork(count)
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._forget("it is closed")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("this sandbox is closed")
-
-    def _forget(self, why: str) -> None:
-        if self._key is not None:
-            self._host._garbage.append(self._key)
-        self._key, self._history, self._lost = None, None, why
-
-    def _wake(self) -> None:
-        """Make sure that the worker has this branch."""
-        self._check_open()
-        if self._history is None:
-            raise SandboxError(f"this branch has no state to go on from: {self._lost}")
-        host = self._host
-        host._ready()
-        if self._generation != host.generation:
-            self._key = host._rebuild(self._history)
-            self._generation = host.generation
-            self.replayed_steps += len(self._history.actions)
+    def _death(self) -> str:
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return "it closed its line and was killed"
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-class _HostedSnapshot(Snapshot):
-    """A handle on a snapshot that lives in a host's worker."""
-
-    def __init__(self, host: SandboxHost, key: int, history: History, nbytes: int | None) -> None:
-        self._host, self._key, self._history = host, key, history
-        self._generation = host.generation
-        self._released = False
-        self.nbytes = nbytes
-        host._keep(self)
-
-    def fork(self, count: int) -> list[Sandbox | Exception]:
-        host, pool = self._host, self._host._pool
-        with host._lock:
-            if self._released:
-                raise SandboxError("this snapshot is released")
-            try:
-                self._wake()
-                keys = [next(host._ids) for _ in range(count)]
-                each = pool.step_timeout
-                if pool.backend == "replay":
-                    each = pool.reset_timeout + len(self._history.actions) * pool.step_timeout
-                answers = host._call("fork", self._key, keys, timeout=count * each)
-            except SandboxError as error:
-                return [error] * count
-            forks: list[Sandbox | Exception] = []
-            for key, answer in zip(keys, answers):
-                if isinstance(answer, int):
-                    forks.append(fork := _HostedSandbox(host, key, self._history))
-                    fork.replayed_steps = answer
-                else:
-                    forks.append(to_exception(*answer))
-            return forks
-
-    def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._host._kept.pop(self, None)
-            self._host._garbage.append(self._key)
-
-    def _evict(self) -> None:
-        self._host._garbage.append(self._key)
-        self._generation = -1  # of no process: a fork builds it anew
-
-    def _wake(self) -> None:
-        host = self._host
-        host._ready()
-        if self._generation != host.generation:
-            branch = host._rebuild(self._history)
-            key = next(host._ids)
-            host._call("snapshot", branch, key, timeout=host._pool.step_timeout)
-            host._garbage.append(branch)
-            self._key, self._generation = key, host.generation
-        host._keep(self)
+_START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from verl_bpo.sandbox.process import serve; "
+    "serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
 
 
-def _stop_all(workers: set[Worker]) -> None:
-    for worker in list(workers):
-        worker.stop()
-    workers.clear()
+def serve(connection_fd: int, lifeline: int) -> None:
+    """The child's whole life."""
+    for fd in (connection_fd, lifeline):
+        os.set_inheritable(fd, False)  # what the environment starts must not keep the line open
+    _die_with(lifeline)
+    os.dup2(2, 1)  # what environments print is no result
+    connection = Connection(connection_fd)
+    worker = LocalWorker()
+    while True:
+        try:
+            operation, args = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # not to wait for whatever the environment left running
+        try:
+            answer = ("ok", getattr(worker, operation)(*args))
+        except (Exception, SystemExit) as error:
+            answer = ("error", *from_exception(error))
+        try:
+            data = pickle.dumps(answer)
+        except Exception as error:
+            problem = f"the answer to {operation} can't be sent ({type(error).__name__}: {error}): {PLAIN}"
+            data = pickle.dumps(("error", "SandboxError", problem))
+        connection.send_bytes(data)
+
+
+def _die_with(lifeline: int) -> None:
+    """Let the kernel end this process when the other end of ``lifeline`` closes.
+
+    A thread that waits for it couldn't act while the environment's C code holds the interpreter; a signal that asks no
+    Python can (on Linux; elsewhere a hanging world outlives a parent that was killed).
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | fcntl.FASYNC)
+    if select.select([lifeline], [], [], 0)[0]:
+        os._exit(0)
+
+
+def read_answer(answer: bytes, operation: str) -> Any:
+    """What a worker answered.
+
+    Raises:
+        SandboxError, EnvironmentUnavailable: what it raised; or the answer can't be read in this process.
+    """
+    try:
+        kind, *content = pickle.loads(answer)
+    except Exception as error:
+        raise SandboxError(
+            f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
+        ) from error
+    if kind == "ok":
+        return content[0]
+    raise to_exception(*content)

@@ -41,6 +41,7 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         "tree/entropy_elsewhere": _mean(forest.score[scored & ~branching]),
         "tree/failed_branches": total("failed"),
         "tree/recoveries": total("recoveries"),
+        "tree/replayed_steps": total("replayed_steps"),
         "tree/invalid_actions": total("invalid_actions") / max(len(forest.parent), 1),
         "tree/snapshots": total("snapshots"),
         "tree/forks": total("forks"),

@@ -44,9 +44,11 @@ Generate = Callable[[list[int], int, str], Awaitable[Generation]]
 
 
 class World(Protocol):
-    """One tree's world: opens root sandboxes. ``recoveries`` counts worlds rebuilt after a crash."""
+    """One tree's world: opens root sandboxes. ``recoveries`` counts worlds rebuilt after a crash, ``replayed_steps`` what was
+    executed again to get back to a state."""
 
     recoveries: int
+    replayed_steps: int
 
     def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]: ...
 
@@ -58,7 +60,6 @@ class _Point:
     node: int
     depth: int
     snapshot: Snapshot
-    sandbox: Sandbox
     conversation: Conversation
     admissible: tuple[str, ...] | None
     score: float
@@ -145,6 +146,7 @@ class TreeRollout:
         finally:
             await self._cleanup()
         self.counters["recoveries"] = self.world.recoveries
+        self.counters["replayed_steps"] = self.world.replayed_steps
         self.counters["branch_points"] = len(self.tree.branch_points())
         self.counters["failed"] = sum(t.end == "failed" for t in self.tree.trajectories)
         self.counters["leaves"] = sum(1 for _ in self.tree.usable())
@@ -336,7 +338,7 @@ class TreeRollout:
         snapshot = await self._call(self._take_snapshot, sandbox)
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
-        return _Point(-1, depth, snapshot, sandbox, conversation, admissible, score)
+        return _Point(-1, depth, snapshot, conversation, admissible, score)
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
@@ -372,7 +374,7 @@ class TreeRollout:
         return sandbox, observation
 
     def _open_forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
-        sandboxes = point.sandbox.fork(point.snapshot, count)
+        sandboxes = point.snapshot.fork(count)
         self._open.update(s for s in sandboxes if not isinstance(s, Exception))
         return sandboxes
 

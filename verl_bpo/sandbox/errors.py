@@ -1,0 +1,34 @@
+"""Exceptions on their way between processes: as a name and a text, for a class of one side may not exist on the other.
+
+One that has no name here, such as an own backend's, travels as the nearest of its bases that has one.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout, SnapshotUnsupported, TaskError
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
+
+PLAIN = "keep Observation.info to plain values"
+"""What to do about an answer that can't travel."""
+
+_NAMED: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (SandboxError, SandboxCrashed, SandboxTimeout, SnapshotUnsupported, TaskError, EnvironmentUnavailable)
+}
+
+
+def from_exception(error: BaseException) -> tuple[str, str]:
+    """Name and text. Anything but the named ones becomes a SandboxError that says where it came from."""
+    for base in type(error).__mro__:
+        if base in _NAMED.values():
+            return base.__name__, str(error)
+    line = traceback.format_exception_only(type(error), error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return "SandboxError", f"{line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else line
+
+
+def to_exception(kind: str, message: str) -> Exception:
+    """The exception again."""
+    return _NAMED[kind](message)
