@@ -154,6 +154,31 @@ def test_truncated_trajectory_bootstraps_with_the_value_at_its_end_and_a_termina
         assert g.tolist() == [5, 1]
 
 
+@pytest.mark.parametrize("bootstrap", ["sarsa", "v"])
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_without_a_value_at_its_end_a_truncated_trajectory_returns_its_last_action_value(gamma, lam, bootstrap):
+    for seed in range(30):
+        b = Batch(seed)
+        x = b.q if bootstrap == "sarsa" else b.value
+        expected = [0.0] * len(b.trajectory)
+        for r in range(len(b.truncated)):
+            turns = (b.trajectory == r).nonzero().flatten().tolist()
+            for at, i in reversed(list(enumerate(turns))):
+                if at == len(turns) - 1:
+                    expected[i] = float(b.q[i] if b.truncated[r] else b.reward[i])
+                else:
+                    after = turns[at + 1]
+                    expected[i] = float(b.reward[i] + gamma * ((1 - lam) * x[after] + lam * expected[after]))
+        g = lambda_returns(
+            b.reward, b.value, b.q, b.trajectory, gamma=gamma, lam=lam, bootstrap=bootstrap, truncated=b.truncated
+        )
+        assert g.tolist() == pytest.approx(expected, abs=1e-12)
+        if bootstrap == "sarsa":
+            y = sarsa_targets(b.reward, b.q, b.trajectory, gamma=gamma, sarsa_lambda=lam, truncated=b.truncated)
+            assert torch.equal(y, g)
+
+
 def test_advantage_with_v_bootstrap_is_generalised_advantage_estimation():
     gamma, lam = 0.9, 0.6
     for seed in range(10):
@@ -210,7 +235,7 @@ def test_batch_without_turns_has_no_returns():
         ({"gamma": 1.1}, "gamma=1.1"),
         ({"lam": -0.1}, "lam=-0.1"),
         ({"bootstrap": "q"}, "bootstrap='q'"),
-        ({"truncated": torch.tensor([True])}, "belong together"),
+        ({"value_at_end": torch.tensor([1.0])}, "value_at_end needs truncated"),
     ],
 )
 def test_argument_outside_its_range_is_refused_by_name(change, message):

@@ -28,9 +28,11 @@ def test_a_value_that_moved_past_the_clip_stops_pulling_and_one_that_moved_away_
 def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole_batch():
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(7, generator=g) for _ in range(6)]
-    whole = sapo_value_loss(*x[:4], turns=7, v_coef=0.3, q_coef=0.7, v_old=x[4], q_old=x[5], clip=0.2)
+    weight = torch.tensor([1.0, 1, 0, 1, 1, 0, 1])
+    common = dict(turns=7, q_turns=5, v_coef=0.3, q_coef=0.7, clip=0.2)
+    whole = sapo_value_loss(*x[:4], q_weight=weight, v_old=x[4], q_old=x[5], **common)
     parts = [
-        sapo_value_loss(*(t[s] for t in x[:4]), turns=7, v_coef=0.3, q_coef=0.7, v_old=x[4][s], q_old=x[5][s], clip=0.2)
+        sapo_value_loss(*(t[s] for t in x[:4]), q_weight=weight[s], v_old=x[4][s], q_old=x[5][s], **common)
         for s in (slice(0, 2), slice(2, 2), slice(2, 7))
     ]
     for name in ("loss", "v_loss", "q_loss", "v_clipped", "q_clipped"):
@@ -38,9 +40,19 @@ def test_shares_of_micro_batches_add_up_to_the_loss_of_the_whole_batch():
     torch.testing.assert_close(whole.loss, 0.3 * whole.v_loss + 0.7 * whole.q_loss)
 
 
+def test_the_mean_of_q_is_over_the_turns_that_count_for_it():
+    q, target, weight = torch.tensor([[1.0, 7.0, 3.0], [0.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
+    q.requires_grad_()
+    result = sapo_value_loss(q, q, target, target, turns=3, q_weight=weight, q_turns=2, v_coef=0.0, q_coef=1.0)
+    result.loss.backward()
+    assert float(result.q_loss) == 0.5 * (1 + 9) / 2
+    torch.testing.assert_close(q.grad, torch.tensor([0.5, 0.0, 1.5]))
+
+
 def test_a_batch_without_turns_has_a_loss_of_zero_that_can_be_differentiated():
     v = torch.zeros(0, requires_grad=True)
-    result = sapo_value_loss(v, v, v.detach(), v.detach(), turns=0, v_coef=1.0, q_coef=1.0)
+    none = v.detach()
+    result = sapo_value_loss(v, v, none, none, turns=0, q_weight=none, q_turns=0, v_coef=1.0, q_coef=1.0)
     result.loss.backward()
     assert result.loss == 0 and v.grad.shape == (0,)
 
@@ -110,7 +122,8 @@ def test_v_and_q_converge_to_the_exact_values_of_a_fixed_policy(lam, bootstrap):
         g = lambda_returns(*old, gamma=GAMMA, lam=lam, bootstrap=bootstrap)
         y = sarsa_targets(rewards, q.detach(), trajectory, gamma=GAMMA)
         optimizer.zero_grad()
-        sapo_value_loss(v, q, g, y, turns=len(v), v_coef=0.5, q_coef=0.5).loss.backward()
+        every = dict(turns=len(v), q_weight=torch.ones_like(q), q_turns=len(q))
+        sapo_value_loss(v, q, g, y, **every, v_coef=0.5, q_coef=0.5).loss.backward()
         optimizer.step()
         schedule.step()
     expected_v = torch.tensor([exact_v(h[:t]) for h in outcomes for t in range(TURNS)])[sampled]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verl_bpo.advantages.sapo import turn_boundaries
+from verl_bpo.advantages.sapo_losses import sapo_value_loss
 from verl_bpo.advantages.sapo_turns import sapo_turns
 from verl_bpo.config.schema import ConfigError, SAPOConfig, build
 from verl_bpo.tree.forest import build_batch, spread
@@ -72,11 +73,66 @@ def test_a_truncated_trajectory_ends_there_or_goes_on_with_the_last_action_value
     trees = batch(chain([0.0, 0.0], "truncated"), chain([0.0], "terminated"))
     v, q = values(0.2, 0.2, 0.2), values(0.6, 0.8, 0.7)
     out, metrics = sapo_turns(trees, v, q, SAPOConfig(**EXACT, truncation="bootstrap"))
-    torch.testing.assert_close(out["returns"], values(0.2, 0.4, 0.0))
-    torch.testing.assert_close(out["action_targets"], values(0.4, 0.4, 0.0))
+    torch.testing.assert_close(out["returns"], values(0.4, 0.8, 0.0))
+    torch.testing.assert_close(out["action_targets"], values(0.4, 0.8, 0.0))
+    torch.testing.assert_close(out["action_weights"], values(1.0, 0.0, 1.0))
     assert metrics["sapo/truncated_turns"] == pytest.approx(1 / 3)
     out, _ = sapo_turns(trees, v, q, SAPOConfig(**EXACT))
     torch.testing.assert_close(out["returns"], values(0.0, 0.0, 0.0))
+    torch.testing.assert_close(out["action_weights"], values(1.0, 1.0, 1.0))
+
+
+def converged(trees, states, config, sweeps=300, rate=1.0):
+    """V and Q a state (one action each) after ``sweeps`` steps of the losses' own gradients, and what the last one moved."""
+    at = torch.tensor(states)
+    table = torch.zeros(2, max(states) + 1, dtype=torch.float64, requires_grad=True)
+    for _ in range(sweeps):
+        before = table.detach().clone()
+        v, q = table[:, at]
+        out, _ = sapo_turns(trees, v.detach(), q.detach(), config)
+        weight = out["action_weights"]
+        loss = sapo_value_loss(
+            v, q, out["returns"], out["action_targets"], turns=len(at), q_weight=weight, q_turns=int(weight.sum()),
+            v_coef=1.0, q_coef=1.0,
+        )  # fmt: skip
+        (gradient,) = torch.autograd.grad(loss.loss, table)
+        table = (before - rate * gradient).requires_grad_()
+    return *table.detach(), float((table.detach() - before).abs().max())
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lam, bootstrap, sarsa_lambda", [(0.95, "sarsa", 0.0), (0.0, "v", 0.0), (1.0, "v", 0.7)])
+def test_on_a_chain_cut_anywhere_values_converge_to_those_of_the_uncut_chain(gamma, lam, bootstrap, sarsa_lambda):
+    """States 0, 1, 2 in a row with rewards 1, 0.5, 2, then the end: whole, cut after one turn, cut after two."""
+    trees = batch(chain([1.0, 0.5, 2.0]), chain([1.0], "truncated"), chain([1.0, 0.5], "truncated"))
+    config = SAPOConfig(
+        gamma=gamma, lam=lam, bootstrap=bootstrap, sarsa_lambda=sarsa_lambda, truncation="bootstrap", normalise=False
+    )
+    v, q, moved = converged(trees, [0, 1, 2, 0, 0, 1], config)
+    exact = values(1 + gamma * (0.5 + gamma * 2), 0.5 + gamma * 2, 2.0)
+    torch.testing.assert_close(q, exact, atol=1e-6, rtol=0)
+    torch.testing.assert_close(v, exact, atol=1e-6, rtol=0)
+    assert moved < 1e-9
+
+
+def test_a_state_at_which_everything_is_cut_teaches_nothing_and_nothing_grows():
+    """A loop that is always cut at once: what follows was never seen, so the values stay where they are."""
+    trees = batch(*[chain([1.0], "truncated") for _ in range(3)])
+    v, q, moved = converged(trees, [0, 0, 0], SAPOConfig(truncation="bootstrap", normalise=False), sweeps=200)
+    assert not v.any() and not q.any() and moved == 0
+
+
+def test_only_the_last_turn_of_a_cut_trajectory_leaves_the_loss_of_action_values():
+    """A trunk that was cut shares its first turn with two forks that ended by themselves; one of two whole trees."""
+    config = SAPOConfig(**EXACT, truncation="bootstrap")
+    trees = batch(forked("truncated"), forked())
+    v = q = torch.full((8,), 0.5, dtype=torch.float64)
+    out, _ = sapo_turns(trees, v, q, config)
+    torch.testing.assert_close(out["action_weights"], values(1, 0, 1, 1, 1, 1, 1, 1))
+    torch.testing.assert_close(out["returns"][:2], values(0.25, 0.5))
+    lost = batch(forked("failed"), forked("truncated"))
+    out, _ = sapo_turns(lost, torch.cat([values(nan, nan), v[2:]]), torch.cat([values(nan, nan), q[2:]]), config)
+    torch.testing.assert_close(out["action_weights"], values(0, 0, 1, 1, 1, 0, 1, 1))
 
 
 def test_a_turn_shared_by_several_leaves_counts_once_and_each_row_trains_its_own_turns():

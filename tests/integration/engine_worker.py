@@ -64,6 +64,8 @@ def rows(rank=0, ranks=1, seed=0):
     for key in ("old_log_probs", "advantages", "returns", "action_targets", "old_state_values", "old_action_values"):
         shift = -3.0 if key == "old_log_probs" else 0.0
         fields[key] = [torch.randn(n, generator=generator) * 0.3 + shift for n in RESPONSES]
+    # The first turn of every other row is no target of Q: micro-batches and ranks then hold unequal numbers of them.
+    fields["action_weights"] = [(t > row % 2).float() for row, t in enumerate(fields["turn_id"])]
     fields["loss_mask"] = fields["response_mask"]
     own = slice(rank * len(PROMPTS) // ranks, (rank + 1) * len(PROMPTS) // ranks)
     data = TensorDict(

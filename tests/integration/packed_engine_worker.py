@@ -159,6 +159,7 @@ def tree_rows(context: str, rank: int = 0, ranks: int = 1, seed: int = 0) -> Ten
     fields["loss_mask"] = fields["response_mask"]
     for key in ("old_log_probs", "advantages", "returns", "action_targets", "old_state_values", "old_action_values"):
         fields[key] = [torch.randn(len(r), generator=draw) - 3 * (key == "old_log_probs") for _, r, _ in rows]
+    fields["action_weights"] = [(torch.tensor(t) > row % 2).float() for row, (_, _, t) in enumerate(rows)]
     jagged = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in fields.items()}
     return TensorDict(jagged, batch_size=len(rows))
 

@@ -6,9 +6,10 @@ With turns t = 1..T of one trajectory, V_t read before action t and Q_t after it
 
     G_t = r_t + gamma * ((1 - lambda) * X_{t+1} + lambda * G_{t+1})        X = Q (``sarsa``, the default) or V
     G_T = r_T                        terminated
-    G_T = r_T + gamma * V_{T+1}      truncated by a limit
+    G_T = r_T + gamma * V_{T+1}      truncated by a limit, and the state after it was read
+    G_T = Q_T                        truncated, and it was not: Q_T contains r_T already
     A_t = G_t - V_t                  then normalised over all turns of the global batch: :func:`normalise_turns`
-    y_t = r_t + gamma * Q_{t+1}      target of Q_t; y_T = G_T
+    y_t = r_t + gamma * Q_{t+1}      target of Q_t; y_T = G_T. Where that is Q_T itself, turn T leaves the loss of Q
 
 Turns come as flat tensors [M] with the id of the trajectory that each belongs to; the turns of a trajectory stand in
 order, those of others may stand between them. For plain rollouts a trajectory is a row of the batch. On a tree it is the
@@ -113,27 +114,28 @@ def lambda_returns(
         lam: lambda, in [0, 1].
         bootstrap: what stands for the rest after the next turn began.
         truncated: bool [R], False for trajectories that ended by the task's own rules. None: all of them did.
-        value_at_end: [R], V_{T+1}, read at the last position; ignored where not truncated. A trajectory cut in the middle
-            of its last action never saw the state after it: give Q_T, the readout at that position.
+        value_at_end: [R], V_{T+1}, read after the last observation; ignored where not truncated. None: nobody read it, and
+            Q_T stands for all of G_T.
 
     Raises:
-        ValueError: an argument lies outside its range, or ``truncated`` comes without ``value_at_end``.
+        ValueError: an argument lies outside its range, or ``value_at_end`` comes without ``truncated``.
     """
     if bootstrap not in get_args(Bootstrap):
         raise ValueError(f"bootstrap={bootstrap!r} is not one of {', '.join(get_args(Bootstrap))}")
     for key, x in (("gamma", gamma), ("lam", lam)):
         if not 0 <= x <= 1:
             raise ValueError(f"{key}={x} must lie in [0, 1]")
-    if (truncated is None) != (value_at_end is None):
-        raise ValueError("truncated and value_at_end belong together: give both or neither")
+    if truncated is None and value_at_end is not None:
+        raise ValueError("value_at_end needs truncated: it holds only for trajectories that a limit cut")
 
-    end = torch.zeros_like(reward)
-    if truncated is not None:
-        end = torch.where(truncated, value_at_end.to(reward.dtype), 0)[trajectory]
     following = _following(trajectory)
     ends = following < 0
     estimate = (q if bootstrap == "sarsa" else value).to(reward.dtype)
-    g = reward + gamma * torch.where(ends, end, (1 - lam) * estimate[following])
+    at_end = reward
+    if truncated is not None:
+        cut = q.to(reward.dtype) if value_at_end is None else reward + gamma * value_at_end.to(reward.dtype)[trajectory]
+        at_end = torch.where(truncated[trajectory], cut, reward)
+    g = torch.where(ends, at_end, reward + gamma * (1 - lam) * estimate[following])
 
     # The sum over the turns ahead, for all turns at once: each round reaches twice as far, log2(T) rounds.
     decay = gamma * lam

@@ -2,7 +2,8 @@
 
     L = L_ppo + c_v * mean_t loss(V_t, G_t) + c_q * mean_t loss(Q_t, y_t)
 
-A turn counts once, whatever its length. G and y: :mod:`verl_bpo.advantages.sapo`.
+A turn counts once, whatever its length; in the mean of Q, the last turn of a trajectory that a limit cut counts not at all
+where its target is Q itself. G and y: :mod:`verl_bpo.advantages.sapo`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ValueLoss:
     v_clipped: Tensor
     """Share of turns whose V was clipped."""
     q_clipped: Tensor
+    """Share of the turns that count for Q."""
 
 
 def sapo_value_loss(
@@ -56,6 +58,8 @@ def sapo_value_loss(
     q_target: Tensor,
     *,
     turns: int,
+    q_weight: Tensor,
+    q_turns: int,
     v_coef: float,
     q_coef: float,
     v_old: Tensor | None = None,
@@ -67,12 +71,15 @@ def sapo_value_loss(
     Args:
         v, q: [M], V_t and Q_t with gradient.
         v_target, q_target: [M], G_t and y_t.
-        turns: number of turns that the mean is over: those of the whole mini-batch, on all ranks.
+        turns: number of turns that the mean of V is over: those of the whole mini-batch, on all ranks.
+        q_weight: [M], 1 where the turn counts for Q and 0 where it does not.
+        q_turns: sum of ``q_weight`` over the whole mini-batch, on all ranks.
         v_old, q_old: [M], what V and Q were when the targets were computed. Used only with ``clip``.
     """
     v_loss, v_clipped = turn_value_loss(v, v_target, v_old, clip)
-    q_loss, q_clipped = turn_value_loss(q, q_target, q_old, clip)
-    v_mean, q_mean, v_share, q_share = (x.sum() / max(turns, 1) for x in (v_loss, q_loss, v_clipped, q_clipped))
+    q_loss, q_clipped = (x * q_weight for x in turn_value_loss(q, q_target, q_old, clip))
+    v_mean, v_share = (x.sum() / max(turns, 1) for x in (v_loss, v_clipped))
+    q_mean, q_share = (x.sum() / max(q_turns, 1) for x in (q_loss, q_clipped))
     return ValueLoss(v_coef * v_mean + q_coef * q_mean, v_mean.detach(), q_mean.detach(), v_share, q_share)
 
 

@@ -247,8 +247,9 @@ class SAPOConfig:
     """lambda of the action values' targets: 0 is SARSA's one step."""
     truncation: str = "terminal"
     """A trajectory cut by a limit: ``terminal`` counts nothing after it, so running out of turns is a failure, as it is for
-    every other estimator here. ``bootstrap`` adds what the readout expects to follow: for limits that are no part of the
-    task. Where episodes fail only by running out, it leaves nothing that holds the values down."""
+    every other estimator here. ``bootstrap`` takes the last turn's action value Q for its return, and that turn teaches Q
+    nothing: for limits that are no part of the task. Where episodes fail only by running out, it leaves nothing that holds
+    the values down."""
     normalise: bool = True
     """Advantages to mean 0 and standard deviation 1 over all turns of the batch."""
     v_coef: float = 0.5

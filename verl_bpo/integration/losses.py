@@ -21,8 +21,9 @@ def policy_loss(config: Any, model_output: dict, data: Any, dp_group: Any = None
     return ppo_loss(config, model_output, data, dp_group)
 
 
-SAPO_FIELDS = ("returns", "action_targets", "old_state_values", "old_action_values")
-"""Per-turn constants of the value losses, each on all tokens of its turn: G, y, and V and Q of the sampling policy."""
+SAPO_FIELDS = ("returns", "action_targets", "old_state_values", "old_action_values", "action_weights")
+"""Per-turn constants of the value losses, each on all tokens of its turn: G, y, V and Q of the sampling policy, and whether
+y is a target."""
 
 
 def sapo_loss(config: Any, sapo: SAPOConfig, model_output: dict, data: Any, dp_group: Any = None) -> tuple[Any, dict]:
@@ -39,13 +40,15 @@ def sapo_loss(config: Any, sapo: SAPOConfig, model_output: dict, data: Any, dp_g
     v = no_padding_2_padding(model_output["state_values"], data)[turns.row, turns.start]
     q = no_padding_2_padding(model_output["action_values"], data)[turns.row, turns.last]
     fields = data.select(*SAPO_FIELDS).to_padded_tensor()
-    v_target, q_target, v_old, q_old = (fields[key][turns.row, turns.start] for key in SAPO_FIELDS)
+    v_target, q_target, v_old, q_old, q_weight = (fields[key][turns.row, turns.start] for key in SAPO_FIELDS)
     value = sapo_value_loss(
         v,
         q,
         v_target,
         q_target,
         turns=data["batch_num_turns"],
+        q_weight=q_weight,
+        q_turns=data["batch_num_action_targets"],
         v_coef=sapo.v_coef,
         q_coef=sapo.q_coef,
         v_old=v_old,

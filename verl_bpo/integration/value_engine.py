@@ -153,9 +153,12 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         if self.readout is not None and not forward_only:
-            turns = torch.tensor(len(read_turns(data).row), device=get_device_id())
-            torch.distributed.all_reduce(turns, group=self.get_data_parallel_group())
-            tu.assign_non_tensor(data, batch_num_turns=int(turns))
+            turns, weights = read_turns(data), data["action_weights"]
+            targets = weights.values()[weights.offsets()[turns.row] + turns.start].sum()
+            counts = torch.tensor([len(turns.row), round(float(targets))], device=get_device_id())
+            torch.distributed.all_reduce(counts, group=self.get_data_parallel_group())
+            turns, targets = counts.tolist()
+            tu.assign_non_tensor(data, batch_num_turns=turns, batch_num_action_targets=targets)
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def train_batch(self, data: TensorDict, loss_function: Any) -> Any:
