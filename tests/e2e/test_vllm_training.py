@@ -1,4 +1,4 @@
-"""verl's trainer with its own vLLM replica on a machine without a GPU. Needs the extra ``vllm`` (README)."""
+"""verl's trainer with its own vLLM replica on a machine without a GPU. Needs the extra ``vllm`` (docs/install.md)."""
 
 from importlib.util import find_spec
 
@@ -13,9 +13,7 @@ from test_training import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is not installed: see 'vLLM without a GPU' in README.md"
-    ),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: see docs/install.md"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
 ]
 

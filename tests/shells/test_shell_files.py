@@ -163,7 +163,7 @@ FIXED = (
     "env | sort; locale; id; hostname; umask; date +%Z; echo $$ $RANDOM $RANDOM; bash -c 'echo $RANDOM'; ls -U /usr/lib .;"
     'python3 -c \'import locale, sys; print(hash("a"), set("abc"), locale.getlocale(), sys.getfilesystemencoding())\''
 )
-"""What README's table says that a sandbox fixes."""
+"""What the table in docs/sandboxes.md says that a sandbox fixes."""
 
 
 def test_commands_see_the_same_machine_each_time(shell, monkeypatch):
