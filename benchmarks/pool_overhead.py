@@ -23,7 +23,7 @@ from pathlib import Path
 import ray
 
 from verl_bpo.config.schema import EnvConfig, PlacementConfig
-from verl_bpo.generation.pools import Pools
+from verl_bpo.integration.ray_workers import PlacedPools
 
 HERE = Path(__file__)
 RESULT = HERE.with_name("results") / "pool_overhead.json"
@@ -31,9 +31,9 @@ WORLD = f"{HERE.with_name('sandbox_speed.py')}:Saving"
 KINDS = ("local", "ray")
 
 
-def make_pools(kind: str, worlds: int, per_actor: int) -> Pools:
+def make_pools(kind: str, worlds: int, per_actor: int) -> PlacedPools:
     placement = PlacementConfig(where=kind, num_cpus=0, resources={"sandbox": 1}, worlds=per_actor, start_timeout=600)
-    return Pools(EnvConfig(workers=worlds, reset_timeout=600, step_timeout=300, placement=placement))
+    return PlacedPools(EnvConfig(workers=worlds, reset_timeout=600, step_timeout=300, placement=placement))
 
 
 def descendants(pid: int) -> list[int]:

@@ -17,8 +17,10 @@ pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_b
 from four_products import INSTRUCTIONS, PRODUCTS
 
 from verl_bpo.commands.data import write_prompts
-from verl_bpo.envs.webshop.environment import WebshopEnvironment, catalogue, nouns, pages, search
+from verl_bpo.envs.webshop import catalogue, nouns, pages, search
+from verl_bpo.envs.webshop.environment import WebshopEnvironment
 from verl_bpo.envs.webshop.goals import Goals, sampling_weights
+from verl_bpo.envs.webshop.products import Products
 from verl_bpo.envs.webshop.reward import option_matches, purchase_reward
 from verl_bpo.sandbox.base import TaskError
 
@@ -522,9 +524,9 @@ def test_products_are_read_alike_through_any_window(tmp_path, monkeypatch, windo
     rows = [*PRODUCTS, {**PRODUCTS[2], "asin": "B000000009", "name": "Crème ] , [ } thé 日本", "pricing": "$3"}]
     path = tmp_path / "products.json"
     path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
-    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    monkeypatch.setattr("verl_bpo.envs.webshop.products._WINDOW", window)
     seen = []
-    products = catalogue.Products(path, INSTRUCTIONS, seen.append)
+    products = Products(path, INSTRUCTIONS, seen.append)
     known = {row["asin"]: row for row in reversed(rows)}  # the first one of an id counts
     assert [product.asin for product in seen] == ["B000000001", "B000000002", "B000000003", "B000000009"]
     assert [vars(product) for product in products] == [vars(product) for product in seen]
@@ -538,7 +540,7 @@ def test_products_are_read_alike_through_any_window(tmp_path, monkeypatch, windo
 def test_a_broken_product_file_is_refused_through_any_window(tmp_path, monkeypatch, text, window):
     (tmp_path / "items_ins_v2_1000.json").write_text("{}")
     (tmp_path / "items_shuffle_1000.json").write_text(text)
-    monkeypatch.setattr(catalogue, "_WINDOW", window)
+    monkeypatch.setattr("verl_bpo.envs.webshop.products._WINDOW", window)
     with pytest.raises(TaskError, match="items_shuffle_1000.json is no JSON|doesn't hold WebShop's data"):
         WebshopEnvironment(tmp_path)
 
@@ -546,7 +548,7 @@ def test_a_broken_product_file_is_refused_through_any_window(tmp_path, monkeypat
 def test_goals_are_numbered_as_all_combinations_in_order(small_shop):
     """Against a slow version: every combination in the order of itertools.product over the names in alphabetical order."""
     path = small_shop / "items_shuffle_1000.json"
-    products = catalogue.Products(path, INSTRUCTIONS, lambda product: None)
+    products = Products(path, INSTRUCTIONS, lambda product: None)
     goals = Goals(products)
     expected = []
     for index, product in enumerate(products):

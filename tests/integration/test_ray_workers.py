@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from verl_bpo.config.schema import EnvConfig, PlacementConfig
-from verl_bpo.generation.pools import Pools
+from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.sandbox import SandboxCrashed, SandboxError, SandboxTimeout
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
@@ -40,7 +40,7 @@ def cluster():
 
 def make_pools(workers=2, step_timeout=30.0, backend="memory", **placement):
     placement = {"where": "ray", "num_cpus": 0.1, "resources": {"sandbox": 1}, "start_timeout": 60.0, **placement}
-    return Pools(
+    return PlacedPools(
         EnvConfig(workers=workers, step_timeout=step_timeout, backend=backend, placement=PlacementConfig(**placement))
     )
 
@@ -237,9 +237,9 @@ import sys, threading, time
 import ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 from verl_bpo.config.schema import EnvConfig, PlacementConfig
-from verl_bpo.generation.pools import Pools
+from verl_bpo.integration.ray_workers import PlacedPools
 placement = PlacementConfig(where="ray", num_cpus=0.1, resources={{"sandbox": 1}})
-pool = Pools(EnvConfig(workers=2, placement=placement))[{HOSTILE!r}]
+pool = PlacedPools(EnvConfig(workers=2, placement=placement))[{HOSTILE!r}]
 for action in ("a", "hang_in_c"):
     sandbox, _ = pool.open().reset("t")
     print(sandbox.step("pid").text, flush=True)

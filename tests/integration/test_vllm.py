@@ -167,7 +167,9 @@ def test_the_entropy_replica_serves_with_the_entropy_server():
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-    assert issubclass(vllm.EntropyVLLMReplica, vLLMReplica)
+    from verl_bpo.integration.vllm_server import EntropyVLLMReplica
+
+    assert issubclass(EntropyVLLMReplica, vLLMReplica)
 
 
 def test_importing_the_module_does_not_import_vllm():

@@ -10,8 +10,9 @@ from scipy import stats
 
 from verl_bpo.report.claims import claims, difference, differences, noise, updates_to
 from verl_bpo.report.cli import name_comparison
-from verl_bpo.report.compare import load_run, markdown, table
+from verl_bpo.report.compare import markdown, table
 from verl_bpo.report.logs import Log
+from verl_bpo.report.runs import load_run
 
 SUCCESS = "val-core/textworld/success/mean@1"
 

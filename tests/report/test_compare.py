@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from verl_bpo.report.compare import load_run as load
-from verl_bpo.report.compare import mean_curve, table, validation_columns
+from verl_bpo.report.compare import table
 from verl_bpo.report.logs import find_logs, read_metrics
+from verl_bpo.report.runs import load_run as load
+from verl_bpo.report.runs import mean_curve, validation_columns
 
 SUCCESS = "val-aux/textworld/success/mean@1"
 

@@ -35,31 +35,14 @@ def _importable(module: str) -> tuple[bool, str]:
 
 
 def _registrations() -> list[Check]:
-    import verl  # noqa: F401
+    from verl_bpo.integration.process import ERRORS, registrations
 
-    from verl_bpo import plugin
-
-    if not plugin.REGISTERED and not plugin.ERRORS:
+    tables = registrations()
+    if not any(tables.values()) and not ERRORS:
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         return [Check("plugin", False, f"not loaded by verl (VERL_USE_EXTERNAL_PLUGINS={policy})")]
-    # The imports that a trainer makes; each fires the registrations that wait for it.
-    import verl.experimental.agent_loop
-    import verl.trainer.ppo.v1
-    import verl.utils.config
-    import verl.workers.rollout.base  # noqa: F401
-    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    tables = {
-        "advantage estimator bpo": ("bpo", ADV_ESTIMATOR_REGISTRY),
-        "trainer mode bpo_sync": ("bpo_sync", TRAINER_REGISTRY),
-        "agent loop tree_agent": ("tree_agent", _agent_loop_registry),
-        "rollout replica hf": ("hf", RolloutReplicaRegistry._registry),
-    }
-    checks = [Check(n, key in table, "registered" if key in table else "missing") for n, (key, table) in tables.items()]
-    return checks + [Check("plugin", False, error) for error in plugin.ERRORS]
+    checks = [Check(name, known, "registered" if known else "missing") for name, known in tables.items()]
+    return checks + [Check("plugin", False, error) for error in ERRORS]
 
 
 def _engines() -> list[Check]:

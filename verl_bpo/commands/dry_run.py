@@ -23,7 +23,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
@@ -146,23 +146,13 @@ def _fields(target: str | None) -> list[str]:
 
 def _validate(report: Report) -> list[str]:
     """verl's own checks and ours, on a copy completed as for a machine with GPUs."""
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl_bpo.integration.prepare import check_by_verl, prepare
 
-    from verl_bpo.integration.prepare import prepare
-
-    config = report.config
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            report.bpo = prepare(config, cpu=False)
+            report.bpo = prepare(report.config, cpu=False)
             warnings.simplefilter("ignore")
-            offline = config.copy()
-            with open_dict(offline.critic.model):
-                del offline.critic.model["_target_"]  # making it would load the model's files
-            check = getattr(validate_config, "__wrapped__", validate_config)
-            check(offline, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-            omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-            omega_conf_to_dataclass(config.algorithm)
+            check_by_verl(report.config)
     except Exception as error:  # verl's checks raise anything from AssertionError to Hydra's own
         return [_one_line(error)]
     return []

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
-from verl_bpo.config.schema import BPOConfig, PlacementConfig
+from verl_bpo.config.schema import BPOConfig
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.sampling import SamplingParams
@@ -57,7 +56,7 @@ class LocalRollouts:
         self.batcher = ContinuousBatcher(model, max_num_seqs=max(64, 2 * config.env.workers))
         self.generation = BatcherThread(self.batcher, threads)
         self.executor = ThreadPoolExecutor(4 * config.env.workers + 4, thread_name_prefix="sandbox")
-        self.pools = Pools(replace(config.env, placement=PlacementConfig()))
+        self.pools = Pools(config.env)
         self.slots = asyncio.Semaphore(config.env.workers)
 
     def __enter__(self) -> LocalRollouts:

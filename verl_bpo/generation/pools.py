@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_bpo.config.schema import EnvConfig
 from verl_bpo.sandbox import SandboxPool
 from verl_bpo.sandbox.loading import load_environment
 
-if TYPE_CHECKING:
-    from verl_bpo.integration.ray_workers import RayWorkers
-
 
 class Pools:
-    """One pool of ``spec.workers`` worlds for each environment that is asked for, where ``spec.placement`` says."""
+    """One pool of ``spec.workers`` worlds for each environment that is asked for.
 
-    def __init__(self, spec: EnvConfig) -> None:
-        self.spec = spec
+    Args:
+        make_worker: makes the processes that worlds live in (see :class:`SandboxPool`); None: processes of this machine,
+            whatever ``spec.placement`` says.
+    """
+
+    def __init__(self, spec: EnvConfig, make_worker: Callable[[], Any] | None = None) -> None:
+        self.spec, self._make_worker = spec, make_worker
         self._pools: dict[str, SandboxPool] = {}
-        self._make_worker: RayWorkers | None = None
-        if spec.placement.where == "ray":
-            from verl_bpo.integration.ray_workers import RayWorkers
-
-            self._make_worker = RayWorkers(spec.placement)
 
     def __getitem__(self, env: str) -> SandboxPool:
         if env not in self._pools:
@@ -45,8 +43,6 @@ class Pools:
         """End all their processes."""
         for pool in self._pools.values():
             pool.close()
-        if self._make_worker is not None:
-            self._make_worker.close()
 
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
 from verl_bpo.config.schema import BPOConfig, build
-from verl_bpo.generation.pools import Pools
+from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.tree.prompting import Prompter
@@ -35,7 +35,7 @@ class _Shared:
         limits = {"max_turns": config.env.max_turns, "max_action_tokens": config.env.max_action_tokens}
         self.plain = build({"env": limits}, "plain")
         """What validation rolls: single trajectories."""
-        self.pools = Pools(config.env)
+        self.pools = PlacedPools(config.env)
         self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.slots = asyncio.Semaphore(config.env.workers)
 

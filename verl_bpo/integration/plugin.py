@@ -2,7 +2,7 @@
 
 verl's own modules are heavy and import each other, so each registration waits until verl has imported the module that
 holds the registry. verl 0.9.1 logs a plugin's failure at DEBUG level only (``verl/__init__.py``); here it is printed and
-kept in :data:`ERRORS`: ``verl-bpo doctor`` shows it, a run that asks for us stops on it, another run goes on.
+kept in ``process.ERRORS``: ``verl-bpo doctor`` shows it, a run that asks for us stops on it, another run goes on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-REGISTERED: list[str] = []
-"""What has been registered in this process, in order."""
-ERRORS: list[str] = []
-"""What failed to register in this process."""
+from verl_bpo.integration.process import ERRORS, REGISTERED, on_cpu
 
 
 def _hook(module: str, what: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
@@ -63,14 +60,9 @@ def _platform(module: Any) -> None:
     import verl_bpo.integration.cpu  # noqa: F401
 
     _choose_platform()
-    if os.environ.get("VERL_PLATFORM") == "cpu":
+    if on_cpu():
         # verl registers its FSDP engines for "cuda"; they run on a CPU as they are.
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
-
-
-def on_cpu() -> bool:
-    """Whether verl runs without an accelerator in this process."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 @_hook("verl.utils.config", "config check")
@@ -87,10 +79,14 @@ def _estimators(module: Any) -> None:
     register(module)
 
 
-@_hook("verl.trainer.ppo.v1", "trainer modes bpo_sync and sapo_sync")
-def _trainer(module: Any) -> None:
-    import verl_bpo.integration.sapo_trainer
+@_hook("verl.trainer.ppo.v1", "trainer mode bpo_sync")
+def _tree_trainer(module: Any) -> None:
     import verl_bpo.integration.tree_trainer  # noqa: F401
+
+
+@_hook("verl_bpo.integration.tree_trainer", "trainer mode sapo_sync")  # which may itself be what imports verl's
+def _sapo_trainer(module: Any) -> None:
+    import verl_bpo.integration.sapo_trainer  # noqa: F401
 
 
 @_hook("verl.workers.engine.fsdp.transformer_impl", "engines with a value readout and on packed trees")
@@ -119,7 +115,7 @@ def _replicas(module: Any) -> None:
     if os.environ.get("VERL_BPO_ENTROPY") == "1":
 
         def vllm_replica() -> type:
-            from verl_bpo.integration.vllm import EntropyVLLMReplica
+            from verl_bpo.integration.vllm_server import EntropyVLLMReplica
 
             return EntropyVLLMReplica
 

@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.integration.process import ERRORS, on_cpu
+from verl_bpo.integration.vllm import vllm_usable
 from verl_bpo.tree.prompting import PromptConfig
 
 AGENT_LOOP = "tree_agent"
@@ -59,8 +61,6 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     Raises:
         ConfigError: keys that are unknown, out of range or contradict each other.
     """
-    from verl_bpo.integration.plugin import ERRORS, on_cpu
-
     if ERRORS:
         raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
     tree = config.algorithm.adv_estimator in ESTIMATORS
@@ -100,6 +100,24 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     return resolved
 
 
+def check_by_verl(config: DictConfig) -> None:
+    """verl's own checks of a completed config, without the model's files.
+
+    Raises:
+        Exception: anything from AssertionError to Hydra's own.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    offline = config.copy()
+    with open_dict(offline.critic.model):
+        del offline.critic.model["_target_"]  # making it would load the model's files
+    check = getattr(validate_config, "__wrapped__", validate_config)
+    check(offline, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    omega_conf_to_dataclass(config.algorithm)
+
+
 def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
     """How ``prompt`` differs from the prompts that a warm start was taught with: one line a key. Empty for other models."""
     record = Path(model).expanduser() / "warmstart.json"
@@ -122,8 +140,6 @@ def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
 
 def _rollout_engine(config: DictConfig, cpu: bool) -> str:
     """The engine that will run: a CPU has no other than ``hf`` and, where it is installed, vLLM."""
-    from verl_bpo.integration.vllm import vllm_usable
-
     name = config.actor_rollout_ref.rollout.name
     return "hf" if cpu and not (name == "vllm" and vllm_usable()) else name
 
@@ -226,8 +242,6 @@ def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
 
 def _check_packed_trees(config: DictConfig, backend: str) -> None:
     """What packed trees can't be combined with; each would stop deep inside a worker, or silently not pack."""
-    from verl_bpo.integration.plugin import on_cpu
-
     why = "bpo.packed_tree.enable=True"
     roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
     for role in roles:

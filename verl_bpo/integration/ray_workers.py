@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
+from verl_bpo.generation.pools import Pools
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
 from verl_bpo.sandbox.errors import from_exception
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.sandbox.process import ProcessWorker, read_answer
 
 if TYPE_CHECKING:
-    from verl_bpo.config.schema import PlacementConfig
+    from verl_bpo.config.schema import EnvConfig, PlacementConfig
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,19 @@ class RayWorkers:
             advice = "start nodes with it (ray start --resources=...), or ask for less in bpo.env.placement"
         wanted = ", ".join(f"{name}={amount:g}" for name, amount in asked.items())
         return f"Ray found no place for a sandbox actor ({wanted}) in {placement.start_timeout:g} s: {why}: {advice}"
+
+
+class PlacedPools(Pools):
+    """Pools whose worlds live where ``spec.placement`` says."""
+
+    def __init__(self, spec: EnvConfig) -> None:
+        self._ray = RayWorkers(spec.placement) if spec.placement.where == "ray" else None
+        super().__init__(spec, make_worker=self._ray)
+
+    def close(self) -> None:
+        super().close()
+        if self._ray is not None:
+            self._ray.close()
 
 
 class RayWorker:

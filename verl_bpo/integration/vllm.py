@@ -4,7 +4,7 @@ vLLM import.
 vLLM returns log-probs of single tokens, verl drops all but the sampled one's, and an entropy cannot be told from
 those. So the sampler, which has the whole distribution at hand, puts the entropy into one more column of the log-probs
 it returns, under a token id that no vocabulary has (:func:`patch_sampler`, in vLLM's worker process), and the server
-takes it out again (:class:`EntropyVLLMReplica`). Exact, for any model, at the cost of one sum.
+takes it out again (``vllm_server.EntropyVLLMReplica``). Exact, for any model, at the cost of one sum.
 
 SAPO's state values (``VERL_BPO_VALUES_IN_ROLLOUT=1``) take the same way in a further column: the final hidden states that
 vLLM computes logits from are at hand in its worker, and the trainer's weight sync brings the heads there
@@ -42,14 +42,6 @@ def topk_logprobs() -> int:
     if not value.isdigit():
         raise ValueError(f"{TOPK_ENV}={value!r} must be a number of tokens, 0 for none")
     return int(value)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "EntropyVLLMReplica":  # its module imports vLLM
-        from verl_bpo.integration.vllm_server import EntropyVLLMReplica
-
-        return EntropyVLLMReplica
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def values_in_rollout() -> bool:

@@ -1,4 +1,4 @@
-"""verl's vLLM server with true entropies and state values in ``extra_fields``. Imports vLLM; ``platform.vllm`` doesn't."""
+"""verl's vLLM server with true entropies and state values in ``extra_fields``. Imports vLLM; ``integration.vllm`` doesn't."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from verl_bpo.report.claims import claims, differences, noise
-from verl_bpo.report.compare import Run, ended
+from verl_bpo.report.runs import Run, ended
 
 PAIRS = 15
 """Most pairs of methods on the page; ``differences.csv`` has all."""

@@ -9,10 +9,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from verl_bpo.envs.webshop.catalogue import Product, Products
+from verl_bpo.envs.webshop.products import Product, Products
 
 NO_LIMIT = 1000000
 """``price_upper`` of a goal without a price limit."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from verl_bpo.envs.webshop.catalogue import Product
+from verl_bpo.envs.webshop.products import Product
 
 Role = Literal["text", "button", "option", "product"]
 Page = list[tuple[str, Role]]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from thefuzz import fuzz
 
 if TYPE_CHECKING:
-    from verl_bpo.envs.webshop.catalogue import Product
     from verl_bpo.envs.webshop.goals import Goal
+    from verl_bpo.envs.webshop.products import Product
 
 _FUZZY_MATCH = 85
 """A fuzzy match scores above this, of 100."""
