@@ -1,18 +1,6 @@
-"""Two shops: one of four products, and WebShop's own thousand where the benchmark data is there."""
-
-import json
+"""WebShop's own thousand products, where the benchmark data is there."""
 
 import pytest
-from four_products import HUMAN, INSTRUCTIONS, PRODUCTS
-
-
-@pytest.fixture(scope="session")
-def small_shop(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small_shop")
-    (folder / "items_shuffle_1000.json").write_text(json.dumps(PRODUCTS))
-    (folder / "items_ins_v2_1000.json").write_text(json.dumps(INSTRUCTIONS))
-    (folder / "items_human_ins.json").write_text(json.dumps(HUMAN))
-    return folder
 
 
 @pytest.fixture(scope="session")
