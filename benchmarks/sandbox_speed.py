@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_bpo.sandbox import Environment, ForkBackend, MemorySandbox, Observation, ReplaySandbox, Sandbox, SandboxError
-from verl_bpo.shells.local import Shell
+from verl_bpo.shells.local import LocalShell
 
 RESULT = Path(__file__).with_name("results") / "sandbox_speed.json"
 
@@ -73,7 +73,7 @@ class ShellWorld(Environment):
     """A tree of files; a step is a command."""
 
     def __init__(self, base: str, files: str = "overlay") -> None:
-        self.shell = Shell({"/testbed": base}, files=files)
+        self.shell = LocalShell({"/testbed": base}, files=files)
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         self.shell.reset()
@@ -201,7 +201,7 @@ def commands(rounds: int) -> dict[str, Any]:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 1e3 * sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
-    with Shell({"/testbed": None}) as shell:
+    with LocalShell({"/testbed": None}) as shell:
         keeper = shell._keeper._process.pid
         shell.execute("true")
         inside_cpu, plain_cpu = cpu_ms(keeper), resource.getrusage(resource.RUSAGE_CHILDREN)

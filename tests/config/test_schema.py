@@ -36,7 +36,7 @@ def test_presets_are_complete_and_valid():
         ({"budget": {"limit": 2}, "branch": {"root_samples": 4}}, "less than bpo.branch.root_samples=4"),
         ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, guided"),
         ({"prompt": {"template": "xml"}}, "prompt.template='xml' is not one of bare, think_action"),
-        ({"env": {"execution": "docker"}}, "bpo.env.execution='docker' is not one of local, container"),
+        ({"env": {"execution": "docker"}}, "bpo.env.execution='docker' is not one of container, local, package"),
         ({"env": {"container": {"engin": "docker"}}}, "unknown key bpo.env.container.engin; known here: engine, image"),
         ({"env": {"container": {"run_options": "--env '"}}}, "bpo.env.container.run_options=.*No closing quotation"),
         ({"env": {"backend": "docker"}}, "bpo.env.backend='docker' is not one of fork, memory, replay, package"),

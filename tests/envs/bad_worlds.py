@@ -8,8 +8,8 @@ from pathlib import Path
 
 from verl_bpo.sandbox import VOLATILE
 from verl_bpo.sandbox.base import Environment, Observation
+from verl_bpo.shells.base import Workspace
 from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
-from verl_bpo.shells.local import Shell
 
 
 class Counter(Environment):
@@ -160,7 +160,7 @@ class Clerk(ShellEnvironment):
     """Commands in a sandbox, with a clock's second hand, a draw or a file of chance thrown in as ``extra`` says."""
 
     def __init__(self, extra="true", files="auto"):
-        super().__init__(observation="plain", files=files, limits={"disk": 16 << 20, "memory": 256 << 20})
+        super().__init__(observation="plain", shell={"files": files}, limits={"disk": 16 << 20, "memory": 256 << 20})
         self.extra = extra
 
     @classmethod
@@ -174,7 +174,7 @@ class Clerk(ShellEnvironment):
         return super().step(f"{self.extra}; {action}" if "letter" in action else action)
 
     def _open(self, task, seed):
-        shell = self._shell or Shell({"/testbed": None}, **self._shell_options)
+        shell = self._shell or self._open_shell(Workspace({"/testbed": None}))
         shell.reset()
         return shell, "Write a letter."
 

@@ -55,14 +55,14 @@ def test_no_engine_is_said_once_and_at_once(tmp_path):
     with pytest.raises(SandboxError, match="no container engine can be used .no-such-engine: not installed"):
         prepare([row_of()], tmp_path, images=Images(ContainerConfig("no-such-engine")))
     with pytest.raises(SandboxError, match="bpo.env.execution=local"):
-        SwebenchEnvironment(container={"engine": "no-such-engine"})
+        SwebenchEnvironment(execution="container", shell={"engine": "no-such-engine"})
 
 
 def test_only_environments_of_shell_commands_are_given_containers():
     config = {"execution": "container", "container": {"image": "python:3.11"}, "kwargs": {"timeout": 9}}
     spec = build({"env": config}, "plain").env
     given = {"engine": None, "run_options": "", "image": "python:3.11"}
-    assert environment_kwargs("repair", spec) == {"timeout": 9, "container": given}
+    assert environment_kwargs("repair", spec) == {"timeout": 9, "execution": "container", "shell": given}
     assert environment_kwargs("textworld", spec) == {"timeout": 9}
     assert environment_kwargs("repair", build({}, "plain").env) == {}
 
@@ -144,7 +144,7 @@ def task(images, local, tmp_path_factory):
 
 @pytest.fixture
 def environment(images):
-    environment = SwebenchEnvironment(container=vars(images.container), allow_unsafe=True)
+    environment = SwebenchEnvironment(execution="container", shell=vars(images.container), allow_unsafe=True)
     yield environment
     environment.close()
 
@@ -220,7 +220,7 @@ def test_preparing_again_finds_what_is_there_and_makes_what_is_gone(images, task
     out, instance = Path(task).parents[1], load_instance(task)
     before = Path(task).stat().st_mtime_ns
     remove_image(images.engine, instance["ready_image"])
-    environment = SwebenchEnvironment(container=vars(images.container), allow_unsafe=True)
+    environment = SwebenchEnvironment(execution="container", shell=vars(images.container), allow_unsafe=True)
     with pytest.raises(TaskError, match="prepare swebench --mode container"):
         environment.reset(task)
     assert prepare([local[0]], out, images=images) == ([FLASK], {})
@@ -232,7 +232,7 @@ def test_the_other_mode_and_unreachable_images_are_told(images, task, local, tmp
     with pytest.raises(TaskError, match=f"{FLASK} is prepared for mode container: set bpo.env.execution=container"):
         SwebenchEnvironment().reset(task)
     with pytest.raises(TaskError, match="is prepared for mode local: set bpo.env.execution=local"):
-        environment = SwebenchEnvironment(container=vars(images.container))
+        environment = SwebenchEnvironment(execution="container", shell=vars(images.container))
         environment.reset(f"{local[1]['folder']}/instance.json")
     _, failed = prepare([local[0]], Path(local[1]["folder"]).parent, images=images)
     assert "holds it for mode local" in failed[FLASK]

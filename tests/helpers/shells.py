@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from verl_bpo.shells.local import find_bwrap, probe
+from verl_bpo.shells.local import LocalShell, find_bwrap
 
-usable = functools.cache(probe)
+usable = functools.cache(LocalShell.probe)
 
 
 @functools.cache

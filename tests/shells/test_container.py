@@ -14,8 +14,8 @@ import pytest
 
 from verl_bpo.sandbox import SandboxError
 from verl_bpo.shells import container
-from verl_bpo.shells.container import ContainerConfig, ContainerShell, _myself, find_engine, probe, reclaim
-from verl_bpo.shells.local import Limits
+from verl_bpo.shells.base import Limits
+from verl_bpo.shells.container import ContainerConfig, ContainerShell, _myself, find_engine, reclaim
 
 NAMED = os.environ.get("VERL_BPO_CONTAINER_ENGINE")
 ENGINES = [NAMED] if NAMED else ["podman --runtime runc --cgroup-manager=cgroupfs", "docker"]
@@ -251,12 +251,12 @@ def test_an_engine_that_is_there_but_does_not_answer_is_passed_over(tmp_path, mo
     find_engine.cache_clear()
     with pytest.raises(SandboxError, match="podman: not installed; docker: Cannot connect to the daemon"):
         find_engine()
-    assert probe() == (False, str(pytest.raises(SandboxError, find_engine).value))
+    assert ContainerShell.probe() == (False, str(pytest.raises(SandboxError, find_engine).value))
 
 
 def test_the_disk_is_limited_or_it_takes_consent(engine, image, shell):
     """Few storages can: Docker's overlay2 on xfs with pquota, or btrfs, whose older quotas aren't always kept."""
-    _, detail = probe(ContainerConfig(engine, OPTIONS))
+    _, detail = ContainerShell.probe(engine=engine, run_options=OPTIONS)
     options = {"allow_unsafe": False, "limits": Limits(disk=32 << 20, file_size=8 << 20)}
     if "disk: limited" in detail:
         with open_shell(engine, image, **options) as limited:
@@ -280,7 +280,7 @@ def test_a_limit_that_is_taken_and_not_kept_is_no_limit(tmp_path):
 
 
 def test_the_probe_runs_a_container_and_leaves_nothing(engine, shell):
-    works, detail = probe(ContainerConfig(engine, OPTIONS))
+    works, detail = ContainerShell.probe(engine=engine, run_options=OPTIONS)
     assert works and "processes, memory: limited" in detail
     listed = subprocess.run([*engine.split(), "images"], capture_output=True, text=True).stdout
     assert "probe" not in listed

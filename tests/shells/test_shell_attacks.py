@@ -12,7 +12,8 @@ import pytest
 from shells import COUNT_FORKS, make_tree, need_isolation
 
 from verl_bpo.sandbox import SandboxError
-from verl_bpo.shells.local import Limits, Shell
+from verl_bpo.shells.base import Limits
+from verl_bpo.shells.local import LocalShell
 
 LIMITS = Limits(processes=40, memory=256 << 20, disk=16 << 20, files=500, file_size=8 << 20, seconds=20)
 
@@ -20,7 +21,7 @@ LIMITS = Limits(processes=40, memory=256 << 20, disk=16 << 20, files=500, file_s
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path_factory.mktemp("attack") / "base")}, limits=LIMITS) as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path_factory.mktemp("attack") / "base")}, limits=LIMITS) as shell:
         yield shell
         assert shell.execute("echo fine").output == "fine\n", "it survives everything"
 
@@ -76,7 +77,7 @@ def test_one_big_file_and_many_small_ones(shell):
 
 
 def test_output_flood(shell):
-    with Shell({"/testbed": None}, limits=Limits(output=10_000)) as flooded:
+    with LocalShell({"/testbed": None}, limits=Limits(output=10_000)) as flooded:
         result = flooded.execute("yes", timeout=1)
         assert result.timed_out and len(result.output) < 11_000
 
@@ -135,7 +136,7 @@ def test_host_files_are_out_of_sight(shell, tmp_path):
 def test_the_hosts_environment_is_out_of_sight(monkeypatch):
     need_isolation()
     monkeypatch.setenv("VERY_SECRET_TOKEN", "hunter2")
-    with Shell({"/testbed": None}) as shell:
+    with LocalShell({"/testbed": None}) as shell:
         assert "hunter2" not in shell.execute("env; cat /proc/*/environ | tr '\\0' '\\n'").output
 
 
@@ -209,7 +210,7 @@ def test_abstract_unix_sockets_of_the_host_cant_be_reached(shell):
 def filed(request, tmp_path):
     """A shell of each way to keep files: git's are changed by a process outside the sandbox."""
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, limits=LIMITS, files=request.param) as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, limits=LIMITS, files=request.param) as shell:
         yield shell
 
 
@@ -254,7 +255,7 @@ def test_what_git_would_obey_is_only_a_file(filed, tmp_path):
 @pytest.mark.parametrize("files", ["overlay", "git"])
 def test_folders_too_deep_to_name_lose_their_branch_only(tmp_path, files, name, depth):
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, files=files) as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, files=files) as shell:
         start = shell.save()
         dig = f"import os\nfor i in range({depth}): os.mkdir('{name}'); os.chdir('{name}')\nprint('there')"
         assert shell.execute(f'python3 -c "{dig}"').output == "there\n"
@@ -285,7 +286,7 @@ def test_the_layers_of_other_branches_are_out_of_reach(shell):
 
 def test_two_shells_are_out_of_each_others_sight():
     need_isolation()
-    with Shell({"/testbed": None}) as one, Shell({"/testbed": None}) as other:
+    with LocalShell({"/testbed": None}) as one, LocalShell({"/testbed": None}) as other:
         worker = threading.Thread(target=one.execute, args=("echo here > /tmp/note; sleep 94.4 & sleep 1",))
         worker.start()
         time.sleep(0.3)

@@ -14,7 +14,8 @@ from shells import COUNT_FORKS, LIST, make_tree, need_isolation
 
 from verl_bpo.sandbox import SandboxCrashed, SandboxError
 from verl_bpo.sandbox.scratch import Scratch, reclaim
-from verl_bpo.shells.local import Limits, Shell
+from verl_bpo.shells.base import Limits
+from verl_bpo.shells.local import LocalShell
 
 BIG_CHANGE = (
     "echo two > a.txt; rm -rf sub; mkdir sub; echo new > sub/b.py; mkdir empty; chmod 600 run.sh; rm link; "
@@ -27,7 +28,7 @@ BIG_CHANGE = (
 @pytest.fixture(params=["overlay", "git"])
 def shell(request, tmp_path):
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, files=request.param) as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, files=request.param) as shell:
         yield shell
 
 
@@ -70,7 +71,7 @@ def test_snapshots_of_snapshots_and_branches_beside_each_other(shell):
 
 def test_a_turn_that_changes_nothing_adds_no_layer(tmp_path):
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
         shell.execute("echo 1 > x")
         first = shell.save()
         shell.execute("cat x; ls -la")
@@ -94,7 +95,7 @@ def test_layers_go_with_the_last_state_that_stands_on_them(tmp_path):
         shell.execute("true")
         return len(list((Path(f"/proc/{shell._keeper._process.pid}/root") / str(shell._scratch.folder)[1:]).glob("l*")))
 
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
         states = []
         for number in range(20):
             shell.execute(f"echo {number} > f{number}")
@@ -113,7 +114,7 @@ def test_layers_go_with_the_last_state_that_stands_on_them(tmp_path):
 
 def test_a_long_chain(tmp_path):
     need_isolation()
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, files="overlay") as shell:
         for number in range(120):
             shell.execute(f"echo {number} >> log; echo x > f{number}")
             state = shell.save()
@@ -136,7 +137,7 @@ def test_exit_codes_output_and_stdin(shell):
 
 def test_the_middle_of_a_long_output_is_left_out(tmp_path):
     need_isolation()
-    with Shell({"/testbed": None}, limits=Limits(output=1000)) as shell:
+    with LocalShell({"/testbed": None}, limits=Limits(output=1000)) as shell:
         text = shell.execute("seq 1000000").output
         assert text.startswith("1\n2\n") and text.endswith("\n999999\n1000000\n")
         assert "bytes left out" in text and len(text) < 1100
@@ -147,7 +148,7 @@ def test_the_middle_of_a_long_output_is_left_out(tmp_path):
 
 def test_a_command_may_keep_more_than_the_others_and_its_bytes_are_there(tmp_path):
     need_isolation()
-    with Shell({"/testbed": None}, limits=Limits(output=1000)) as shell:
+    with LocalShell({"/testbed": None}, limits=Limits(output=1000)) as shell:
         whole = shell.execute("printf 'caf\\351\\r\\n'; head -c 5000 /dev/zero", most=1 << 20)
         assert whole.data == b"caf\xe9\r\n" + b"\0" * 5000 and whole.left_out == 0
         assert whole.output.startswith("caf�\r\n")
@@ -174,7 +175,7 @@ def test_commands_see_the_same_machine_each_time(shell, monkeypatch):
         monkeypatch.setenv(name, value)
     before = os.umask(0o077)
     try:
-        with Shell(dict(shell._trees), files=shell.facts["files"]) as other:
+        with LocalShell(dict(shell._trees), files=shell.facts["files"]) as other:
             assert other.execute(FIXED) == shown
     finally:
         os.umask(before)
@@ -182,11 +183,11 @@ def test_commands_see_the_same_machine_each_time(shell, monkeypatch):
 
 def test_read_only_paths_are_seen_where_they_are_but_not_below_a_tree(tmp_path):
     need_isolation()
-    with Shell({"/testbed": None}, read_only=["/var/lib/dpkg"]) as shell:
+    with LocalShell({"/testbed": None}, read_only=["/var/lib/dpkg"]) as shell:
         assert shell.execute("ls /var /var/lib").output.split() == ["/var:", "lib", "/var/lib:", "dpkg"]
         assert shell.execute("touch /var/lib/dpkg/x").returncode != 0
     with pytest.raises(SandboxError, match="somewhere else"):
-        Shell({"/testbed": None, "/tmp": None}, read_only=["/tmp"])
+        LocalShell({"/testbed": None, "/tmp": None}, read_only=["/tmp"])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_read_only_paths_are_seen_where_they_are_but_not_below_a_tree(tmp_path):
 )
 def test_wrong_trees_are_told(trees, message):
     with pytest.raises((ValueError, SandboxError), match=message):
-        Shell(trees)
+        LocalShell(trees)
 
 
 def test_a_tree_of_another_user_is_refused(tmp_path):
@@ -203,14 +204,14 @@ def test_a_tree_of_another_user_is_refused(tmp_path):
         pytest.skip("only root can make one")
     os.chown(make_tree(tmp_path / "base"), 12345, 12345)
     with pytest.raises(SandboxError, match="another user"):
-        Shell({"/testbed": tmp_path / "base"})
+        LocalShell({"/testbed": tmp_path / "base"})
 
 
 def test_without_bubblewrap_it_must_be_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("verl_bpo.shells.local.find_bwrap", lambda: None)
     with pytest.raises(SandboxError, match="allow_unsafe"):
-        Shell({"/testbed": None})
-    with Shell({"/testbed": make_tree(tmp_path / "base")}, allow_unsafe=True) as shell:
+        LocalShell({"/testbed": None})
+    with LocalShell({"/testbed": make_tree(tmp_path / "base")}, allow_unsafe=True) as shell:
         assert shell.facts["isolation"] == "none" and shell.facts["files"] == "git"
         state = shell.save()
         assert shell.execute("echo 2 > a.txt; cat a.txt; sleep 999 & setsid sleep 998 &").output == "2\n"
@@ -221,7 +222,7 @@ def test_without_bubblewrap_it_must_be_asked_for(tmp_path, monkeypatch):
 
 def test_states_of_another_shell_are_refused(tmp_path):
     need_isolation()
-    with Shell({"/testbed": None}) as one, Shell({"/testbed": None}) as other:
+    with LocalShell({"/testbed": None}) as one, LocalShell({"/testbed": None}) as other:
         one.execute("echo 1 > x")
         with pytest.raises(SandboxError, match="another shell"):
             other.load(one.save())
@@ -229,7 +230,7 @@ def test_states_of_another_shell_are_refused(tmp_path):
 
 def test_a_dead_keeper_is_told_and_leaves_nothing(tmp_path):
     need_isolation()
-    shell = Shell({"/testbed": None})
+    shell = LocalShell({"/testbed": None})
     pid = shell._keeper._process.pid
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(SandboxCrashed, match="died|gone"):
@@ -252,8 +253,8 @@ def running(command):
 
 SCRIPT = """
 import time
-from verl_bpo.shells.local import Shell
-shell = Shell({"/testbed": None})
+from verl_bpo.shells.local import LocalShell
+shell = LocalShell({"/testbed": None})
 print(shell._keeper._process.pid, shell._scratch.path, flush=True)
 shell.execute("echo 1 > x; sleep 66.6 & setsid sleep 66.6 & sleep 66.6")
 """
@@ -314,8 +315,9 @@ def test_an_ordinary_user_gets_the_same(tmp_path):
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from verl_bpo.shells.local import Limits, Shell
-with Shell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell:
+from verl_bpo.shells.base import Limits
+from verl_bpo.shells.local import LocalShell
+with LocalShell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell:
     print(shell.facts["isolation"], shell.facts["processes"], shell.facts["files"])
     state = shell.save()
     print(shell.execute("echo 2 > a.txt; rm -rf sub && mkdir sub && ls sub | wc -l; id -u").output.split())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from verl_bpo.shells.container import ContainerConfig
 
@@ -63,10 +64,18 @@ def _engines() -> list[Check]:
 
 def _environments(containers: ContainerConfig | None) -> list[Check]:
     from verl_bpo.sandbox.loading import built_in_environments, environment_status
-    from verl_bpo.shells import container, local
+    from verl_bpo.shells.base import SHELLS
 
-    shells = [Check("shells: local", *local.probe()), Check("shells: container", *container.probe(containers))]
+    options = {"container": asdict(containers)} if containers else {}
+    shells = [Check(f"shells: {name}", *_probe(name, options.get(name, {}))) for name in SHELLS.built_in()]
     return shells + [Check(f"environment {name}", *environment_status(name)) for name in built_in_environments()]
+
+
+def _probe(name: str, options: dict[str, Any]) -> tuple[bool, str]:
+    from verl_bpo.shells.base import SHELLS
+
+    usable, reason = SHELLS.status(name)
+    return SHELLS.load(name).probe(**options) if usable else (False, reason)
 
 
 def diagnose(

@@ -5,10 +5,11 @@ Keys are filled in this order, later ones win: the defaults below, the preset, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from verl_bpo.sandbox.loading import BACKENDS
+from verl_bpo.shells.base import SHELLS
 from verl_bpo.shells.container import ContainerConfig
 from verl_bpo.tree.prompting import PromptConfig
 
@@ -214,14 +215,14 @@ class EnvConfig:
     forgotten, and played again if a fork needs them."""
     execution: str = "local"
     """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
-    or ``container``, on Podman or Docker."""
+    ``container``, on Podman or Docker, or in an own kind of shell, ``file.py:Class``, whose options ``kwargs.shell`` holds."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
     def __post_init__(self) -> None:
-        _one_of("bpo.env.execution", self.execution, ("local", "container"))
-        if not BACKENDS.knows(self.backend):
-            raise ConfigError(f"bpo.env.backend={self.backend!r} is not one of {BACKENDS.describe()}")
+        for key, registry in (("execution", SHELLS), ("backend", BACKENDS)):
+            if not registry.knows(getattr(self, key)):
+                raise ConfigError(f"bpo.env.{key}={getattr(self, key)!r} is not one of {registry.describe()}")
         _one_of("bpo.env.isolation", self.isolation, ("process", "none"))
         for key in ("max_turns", "max_action_tokens", "workers", "snapshot_mb"):
             _at_least(f"bpo.env.{key}", getattr(self, key), 1)
@@ -230,6 +231,11 @@ class EnvConfig:
                 "bpo.env.isolation=none keeps worlds in the rollout worker, bpo.env.placement.where=ray elsewhere: set "
                 "isolation=process"
             )
+
+    @property
+    def shell_options(self) -> dict[str, Any]:
+        """Options of the shells that have keys of their own."""
+        return asdict(self.container) if self.execution == "container" else {}
 
 
 @dataclass

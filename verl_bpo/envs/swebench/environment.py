@@ -13,10 +13,8 @@ from typing import Any
 
 from verl_bpo.envs.swebench.scoring import Verdict, score
 from verl_bpo.sandbox.base import TaskError
-from verl_bpo.shells import environment as shell
-from verl_bpo.shells.container import ContainerShell, find_engine, has_image
+from verl_bpo.shells.base import Shell, Workspace
 from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
-from verl_bpo.shells.local import Shell
 
 TESTBED = "/testbed"
 
@@ -34,7 +32,7 @@ class SwebenchEnvironment(ShellEnvironment):
 
     Args:
         score_timeout: seconds that the hidden tests may take. Keep ``bpo.env.step_timeout`` above it.
-        observation, timeout, output_chars, limits, files, allow_unsafe, container: see
+        observation, timeout, output_chars, limits, allow_unsafe, execution, shell: see
             :class:`verl_bpo.shells.environment.ShellEnvironment`.
     """
 
@@ -61,23 +59,28 @@ class SwebenchEnvironment(ShellEnvironment):
         folder = folder / split if (folder / split).is_dir() else folder
         return sorted(str(path.resolve()) for path in folder.glob("*/instance.json"))
 
-    def _open(self, task: str, seed: int) -> tuple[Shell | ContainerShell, str]:
+    def _open(self, task: str, seed: int) -> tuple[Shell, str]:
         if task != self._opened:
             self._instance = load_instance(task)
             if self._shell is not None:
                 self._shell.close()
                 self._shell = None
-            self._shell = open_shell(self._instance, **self._shell_options)
+            files = workspace(self._instance, self._shells.files_from)
+            try:
+                self._shell = self._open_shell(files)
+            except TaskError as error:
+                mode = self._instance["mode"]
+                raise TaskError(f"{error} (verl-bpo prepare swebench --mode {mode})") from error
             self._opened = task
         self._shell.reset()
         problem = self._instance["problem_statement"].strip()
         return self._shell, _TASK.format(testbed=TESTBED, problem=problem, submit=SUBMIT)
 
-    def _score(self, shell: Shell | ContainerShell) -> tuple[float, dict[str, Any]]:
+    def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
         verdict = self.judge(shell)
         return float(verdict.resolved), {"score": verdict.share_fixed, "task_type": self._instance["repo"]}
 
-    def judge(self, shell: Shell | ContainerShell) -> Verdict:
+    def judge(self, shell: Shell) -> Verdict:
         """The verdict on the shell's files. They are back at the base commit afterwards."""
         return score(shell, self._instance, self._score_timeout)
 
@@ -100,27 +103,23 @@ def load_instance(task: str | Path) -> dict[str, Any]:
         raise TaskError(f"{task} is no prepared instance ({error})") from error
 
 
-def open_shell(instance: dict[str, Any], **options: Any) -> Shell | ContainerShell:
-    """A shell in the instance's repository, with its Python first on the path.
+def workspace(instance: dict[str, Any], files_from: str) -> Workspace:
+    """The instance's repository, with its Python first on the path.
 
     Args:
-        options: those of :func:`verl_bpo.shells.environment.open_shell`; ``container`` must be given for an instance that was
-            prepared for containers, and for no other.
+        files_from: what the shell takes files from, see :class:`verl_bpo.shells.base.Shell`.
 
     Raises:
-        TaskError: the instance was prepared for the other mode, or its image isn't on this machine.
+        TaskError: the instance was prepared for shells that take them from the other.
     """
-    container, mode = options.get("container"), instance["mode"]
-    if mode != ("local" if container is None else "container"):
+    mode = instance["mode"]
+    if files_from != {"local": "folders", "container": "image"}[mode]:
         raise TaskError(
             f"{instance['instance_id']} is prepared for mode {mode}: set bpo.env.execution={mode}, or prepare it for the "
             "other in another folder (verl-bpo prepare swebench --mode)"
         )
-    if container is not None:
-        image = instance["ready_image"]
-        if not has_image(find_engine(container.engine), image):
-            raise TaskError(f"no image {image} on this machine: run verl-bpo prepare swebench --mode container on it")
-        return shell.open_shell({TESTBED: None}, env=instance["env"], image=image, **options)
+    if mode == "container":
+        return Workspace({TESTBED: None}, env=instance["env"], image=instance["ready_image"])
     folder = Path(instance["folder"])
     venv = folder / "venv"
     read_only = [venv]
@@ -128,4 +127,4 @@ def open_shell(instance: dict[str, Any], **options: Any) -> Shell | ContainerShe
     if not base.is_relative_to("/usr"):
         read_only.append(base)
     env = {"PATH": f"{venv}/bin:/usr/local/bin:/usr/bin:/bin", "VIRTUAL_ENV": str(venv)}
-    return shell.open_shell({TESTBED: folder / "repo"}, read_only, env, **options)
+    return Workspace({TESTBED: folder / "repo"}, read_only, env)

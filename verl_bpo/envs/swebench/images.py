@@ -10,8 +10,8 @@ from typing import Any
 
 from verl_bpo.envs.swebench.environment import TESTBED
 from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.shells.base import Limits
 from verl_bpo.shells.container import ContainerConfig, ContainerShell, find_engine, has_image, pull_image
-from verl_bpo.shells.local import Limits
 
 _OF_EVERY_SHELL = ("PWD", "OLDPWD", "SHLVL", "_", "PS1")
 # What a build left untracked is in the commit too: else it would count as the agent's. The history stays.

@@ -20,12 +20,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from verl_bpo.envs.swebench.environment import TESTBED, load_instance, open_shell
+from verl_bpo.envs.swebench.environment import TESTBED, load_instance, workspace
 from verl_bpo.envs.swebench.images import Images
 from verl_bpo.envs.swebench.scoring import score
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.shells.container import ContainerConfig, find_engine, has_image, remove_image
-from verl_bpo.shells.local import Limits, find_bwrap
+from verl_bpo.shells.base import Limits, Shell
+from verl_bpo.shells.container import ContainerConfig, ContainerShell, find_engine, has_image, remove_image
+from verl_bpo.shells.local import LocalShell, find_bwrap
 
 RELEASES = {
     "pytest-dev__pytest-10081": ("pytest==7.1.2",),
@@ -138,7 +139,7 @@ def _prepare_image(row: dict[str, Any], folder: Path, images: Images, say: Calla
     made = images.make_ready(row, spec)
     about = {"mode": "container", **made, "test_command": test_command(row, spec)}
     try:
-        _accept(row, about, folder, say, container=images.container, allow_unsafe=True)
+        _accept(row, about, folder, say, ContainerShell, allow_unsafe=True, **vars(images.container))
     except BaseException:
         remove_image(images.engine, made["ready_image"])
         raise
@@ -197,9 +198,14 @@ def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: C
 
 
 def _accept(
-    row: dict[str, Any], about: dict[str, Any], folder: Path, say: Callable[[str], None], **shell_options: Any
+    row: dict[str, Any],
+    about: dict[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
+    shells: type[Shell] = LocalShell,
+    **options: Any,
 ) -> None:
-    """Check an instance and write it down.
+    """Check an instance and write it down. ``options``: those of ``shells.open``.
 
     Raises:
         PrepareError: its tests don't behave as they should.
@@ -210,7 +216,7 @@ def _accept(
         "prepared": _VERSION,
         **about,
     }
-    instance["excluded_pass_to_pass"] = _check({**instance, "folder": str(folder.resolve())}, **shell_options)
+    instance["excluded_pass_to_pass"] = _check({**instance, "folder": str(folder.resolve())}, shells, **options)
     part = folder / "instance.json.part"
     part.write_text(json.dumps(instance, indent=1))
     os.replace(part, folder / "instance.json")  # last: its being there means that all is
@@ -219,10 +225,10 @@ def _accept(
             f"{len(instance['excluded_pass_to_pass'])} of {len(row['PASS_TO_PASS'])} pass-to-pass tests")  # fmt: skip
 
 
-def _check(instance: dict[str, Any], **shell_options: Any) -> list[str]:
+def _check(instance: dict[str, Any], shells: type[Shell], **options: Any) -> list[str]:
     """Judge the untouched repository and the dataset's own solution; the pass-to-pass tests that can't pass here."""
     limits = Limits(memory=4 << 30, disk=1 << 30, processes=512, output=16 << 20)
-    with open_shell(instance, limits=limits, **shell_options) as shell:
+    with shells.open(workspace(instance, shells.files_from), limits, **options) as shell:
         untouched = score(shell, instance, 1800)
         if untouched.problem or set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
             raise PrepareError(

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.shells.container import ContainerShell
-from verl_bpo.shells.local import Shell
+from verl_bpo.shells.base import Shell
 
 _CONFIGURATION = (
     "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py",
@@ -41,7 +40,7 @@ class Verdict:
     log: str = ""
 
 
-def score(shell: Shell | ContainerShell, instance: dict[str, Any], timeout: float) -> Verdict:
+def score(shell: Shell, instance: dict[str, Any], timeout: float) -> Verdict:
     """Judge the shell's repository. Its files are back at the base commit afterwards.
 
     Args:
@@ -144,7 +143,7 @@ def _file_of(part: str) -> str:
     return names[len(names) // 2 + 1 :].removeprefix("b/")
 
 
-def _apply(shell: Shell | ContainerShell, patch: str) -> str:
+def _apply(shell: Shell, patch: str) -> str:
     """Apply a patch to the work tree; what went wrong, or nothing."""
     done = shell.execute("git apply --whitespace=nowarn -", stdin=patch)
     return done.output.strip()[-300:] or "git failed" if done.returncode != 0 else ""
