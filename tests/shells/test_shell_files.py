@@ -335,7 +335,8 @@ with LocalShell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell
         path.chmod(0o755)
     package = tmp_path / "code" / "verl_bpo"  # neither this checkout nor this Python need be open to others
     source = Path(__file__).parents[2] / "verl_bpo"
-    shutil.copytree(source / "sandbox", package / "sandbox")
+    for room in ("sandbox", "shells"):
+        shutil.copytree(source / room, package / room)
     shutil.copy(source / "__init__.py", package)
     python = "/usr/bin/python3"
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]).returncode != 0:
