@@ -45,10 +45,11 @@ import torch
 from tqdm import tqdm
 
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.commands.evaluate import Task, options_from, read_panel, weights_digest
+from verl_bpo.commands.evaluation.options import options_from
+from verl_bpo.commands.evaluation.panel import Task, read_panel
 from verl_bpo.config.schema import build
 from verl_bpo.generation.local import LocalRollouts
-from verl_bpo.model.checkpoint import find_model, load_model
+from verl_bpo.model.checkpoint import find_model, load_model, weights_digest
 from verl_bpo.tree.forest import build_batch, spread
 from verl_bpo.tree.rows import topology, tree_rows
 from verl_bpo.tree.topology import Tree

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_training import warm_start
 
-from verl_bpo.commands.data import write_prompts
+from verl_bpo.commands.make_data import write_prompts
 from verl_bpo.envs.textworld.generate import make_textworld_games
 
 LETTERS_GAME = f"{Path(__file__).with_name('letters_game.py')}:LettersGame"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_training import LETTERS, QUICKSTART, REPOSITORY, train
 
-from verl_bpo.commands.data import write_prompts
+from verl_bpo.commands.make_data import write_prompts
 
 
 @pytest.fixture(scope="module")

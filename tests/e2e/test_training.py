@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from verl_bpo.commands.dry_run import dry_run
-from verl_bpo.commands.evaluate import options_from
+from verl_bpo.commands.evaluation.options import options_from
 from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import Tree
 

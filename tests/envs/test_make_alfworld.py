@@ -13,7 +13,7 @@ pytest.importorskip("alfworld")
 
 from alfworld.gen import constants
 
-from verl_bpo.commands.data import read_record, write_prompts
+from verl_bpo.commands.make_data import read_record, write_prompts
 from verl_bpo.envs.alfworld.environment import TASK_TYPES, AlfworldEnvironment
 from verl_bpo.envs.alfworld.generate import FEW_RECEPTACLES, KINDS, make_alfworld_games
 

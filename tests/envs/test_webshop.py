@@ -16,7 +16,7 @@ pytest.importorskip("bm25s", reason="WebShop needs its extra: pip install verl_b
 
 from four_products import INSTRUCTIONS, PRODUCTS
 
-from verl_bpo.commands.data import write_prompts
+from verl_bpo.commands.make_data import write_prompts
 from verl_bpo.envs.webshop import catalogue, nouns, pages, search
 from verl_bpo.envs.webshop.environment import WebshopEnvironment
 from verl_bpo.envs.webshop.goals import Goals, sampling_weights

@@ -95,7 +95,7 @@ def test_missing_data_is_named_with_the_command_that_makes_it(monkeypatch):
 
 
 def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
-    from verl_bpo.commands.data import write_prompts
+    from verl_bpo.commands.make_data import write_prompts
     from verl_bpo.envs.alfworld.generate import make_alfworld_games
 
     monkeypatch.setenv("ALFWORLD_DATA", str(make_alfworld_games(tmp_path / "games", progress=False, counts=SOME)))

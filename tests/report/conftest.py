@@ -1,6 +1,5 @@
 """Fixtures of the report tests."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fake_run
 
-from verl_bpo.report.cli import add_report
+from verl_bpo.commands.main import parse
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +23,7 @@ def report():
     """``report("trees", ...)``: run a command as the command line does, returning its exit code."""
 
     def run(*arguments: object) -> int:
-        top = argparse.ArgumentParser()
-        add_report(top.add_subparsers())
-        parsed = top.parse_args(["report", *map(str, arguments)])
-        return parsed.run(parsed)
+        command, parsed = parse(["report", *map(str, arguments)])
+        return command.main(parsed)
 
     return run

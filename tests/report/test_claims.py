@@ -9,7 +9,6 @@ import pytest
 from scipy import stats
 
 from verl_bpo.report.claims import claims, difference, differences, noise, updates_to
-from verl_bpo.report.cli import name_comparison
 from verl_bpo.report.compare import markdown, table
 from verl_bpo.report.logs import Log
 from verl_bpo.report.runs import load_run
@@ -192,9 +191,3 @@ def test_the_page_holds_everything_and_needs_nothing_beside_it(tmp_path, report)
         assert said in page, said
     text = (tmp_path / "out/comparison.md").read_text()
     assert "| BPO | 2 |" in text and "0.700 ± 0.000" in text
-
-
-def test_compare_may_be_left_out():
-    assert name_comparison(["report", "runs", "--out", "o"]) == ["report", "compare", "runs", "--out", "o"]
-    for words in (["report", "trees", "d"], ["report", "--help"], ["train", "a=1"], ["report"]):
-        assert name_comparison(words) == words

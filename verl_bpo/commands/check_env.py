@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_bpo.commands.environment import add_environment, environment_kwargs
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import list_tasks, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
@@ -564,14 +565,21 @@ def _play_job() -> None:
     print(json.dumps(traces))
 
 
-def main(env: str, count: int, split: str, root: str | None, kwargs: dict[str, Any]) -> int:
-    """Run ``verl-bpo check-env``; 0 when every check held."""
-    options = {**kwargs, **({"root": root} if root else {})}
-    tasks = list_tasks(env, split, **options)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_environment(parser)
+    parser.add_argument("--tasks", type=int, default=3, help="tasks to play (default 3)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status: 0 when every check held."""
+    kwargs = environment_kwargs(arguments)
+    options = {**kwargs, **({"root": arguments.root} if arguments.root else {})}
+    tasks = list_tasks(arguments.env, arguments.split, **options)
     if not tasks:
-        raise SandboxError(f"environment {env} has no tasks in split {split!r}")
-    step = max(1, len(tasks) // count)  # spread over the split, which may go by kind
-    report = check_environment(env, tasks[::step][:count], kwargs)
+        raise SandboxError(f"environment {arguments.env} has no tasks in split {arguments.split!r}")
+    step = max(1, len(tasks) // arguments.tasks)  # spread over the split, which may go by kind
+    report = check_environment(arguments.env, tasks[::step][: arguments.tasks], kwargs)
     print(report.render())
     return 0 if report.ok else 1
 

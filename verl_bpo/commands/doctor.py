@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 from dataclasses import asdict, dataclass
@@ -114,9 +115,18 @@ def diagnose(
     return sections, blocking
 
 
-def main(mode: str | None, env: str | None, containers: ContainerConfig | None = None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--mode", choices=("cpu", "gpu", "vllm"), help="what must be able to run")
+    parser.add_argument("--env", help="an environment that must be usable")
+    parser.add_argument("--engine", help="container engine to try, as in bpo.env.container.engine")
+    parser.add_argument("--run-options", default="", help="as in bpo.env.container.run_options")
+
+
+def main(arguments: argparse.Namespace) -> int:
     """Print the diagnosis; 0 when what was asked for can run."""
-    sections, blocking = diagnose(mode, env, containers)
+    mode = arguments.mode
+    sections, blocking = diagnose(mode, arguments.env, ContainerConfig(arguments.engine, arguments.run_options))
     for title, checks in sections:
         print(f"\n{title}")
         for check in checks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,14 @@ def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
 def _has_weights(folder: Path) -> bool:
     names = [f.name for pattern in WEIGHTS for f in folder.glob(pattern)]
     return (folder / "config.json").is_file() and any(name != "value_readout.safetensors" for name in names)
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells whether two model folders hold the same weights."""
+    digest = hashlib.sha256()
+    for file in sorted(f for p in ("*.safetensors", "*.bin", "model_world_size_*.pt") for f in folder.glob(p)):
+        digest.update(file.name.encode())
+        with open(file, "rb") as content:
+            while chunk := content.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]

@@ -2,6 +2,9 @@
 
 What is built in is a module or a package of one folder, called by its name. Its docstring's first line says what it is,
 ``INSTALL`` what it needs beside this package, and one more variable, which the registry names, where its class is.
+
+A package may have further parts, which commands find by their names: of an environment ``generate``, which makes tasks
+(:mod:`verl_bpo.commands.make_games`), and ``prepare``, which makes a benchmark ready (:mod:`verl_bpo.commands.prepare`).
 """
 
 from __future__ import annotations
@@ -90,6 +93,28 @@ class Registry:
         except EnvironmentUnavailable as error:
             return False, str(error)
         return True, ""
+
+    def built_in_with(self, part: str) -> dict[str, str]:
+        """Those of :meth:`built_in` whose package has a module ``part``."""
+        return {name: line for name, line in self.built_in().items() if self._has(name, part)}
+
+    def load_part(self, name: str, part: str) -> ModuleType:
+        """Module ``part`` of a built-in's package.
+
+        Raises:
+            EnvironmentUnavailable: its dependencies are missing; the message says what to install.
+        """
+        try:
+            return importlib.import_module(f"{self.home}.{name}.{part}")
+        except ImportError as error:
+            advice = f"install it: {self._card(name).INSTALL}"
+            raise EnvironmentUnavailable(
+                f"{part} of {self.kind} {name!r} can't be imported ({error}): {advice}"
+            ) from error
+
+    def _has(self, name: str, part: str) -> bool:
+        is_package = hasattr(self._card(name), "__path__")
+        return is_package and importlib.util.find_spec(f"{self.home}.{name}.{part}") is not None
 
     def _card(self, name: str) -> ModuleType | None:
         """The module of a built-in, None for any other name."""

@@ -56,6 +56,7 @@ LAMPS = ("DeskLamp", "FloorLamp")
 LAMP_STANDS = ("Desk", "SideTable", "Dresser", "Shelf", "CoffeeTable", "DiningTable", "CounterTop")
 COUNTS = {"StoveBurner": 4, "HandTowelHolder": 2}
 """How many of a receptacle there are where the package tells only that there are some; 1 of the others."""
+LEVELS = {0: "few things a room", 1: "whole rooms"}
 FEW_RECEPTACLES, FEW_THINGS = 7, 6
 """Level 0: how many receptacles, and how many kinds of portable things, a room keeps."""
 _VERSION = 1
@@ -86,6 +87,13 @@ class _Room:
         return frozenset(kind for _, kind, _ in self.receptacles) | (frozenset(self.things) & _FITS.keys())
 
 
+def make(out: Path, train: int, valid: int, seed: int, level: int) -> None:
+    """What ``verl-bpo make-games --kind alfworld`` does; ``valid`` games in each of the held-out splits."""
+    counts = {"train": train, "valid_seen": valid, "valid_unseen": valid}
+    make_alfworld_games(out, counts, seed=seed, level=level)
+    print(f"{out}: generated games, not ALFWorld's own; play them with ALFWORLD_DATA={out}")
+
+
 def make_alfworld_games(
     out_dir: str | Path,
     counts: Mapping[str, int] | None = None,
@@ -114,8 +122,9 @@ def make_alfworld_games(
             raise ValueError(f"ALFWorld has no split {split!r}; it has {', '.join(SPLITS)}")
     if not counts or min(counts.values()) < 1:
         raise ValueError(f"counts={counts}: each split needs at least one game")
-    if level not in (0, 1):
-        raise ValueError(f"level={level}: ALFWorld-format games have 0 (few things a room) and 1 (whole rooms)")
+    if level not in LEVELS:
+        levels = " and ".join(f"{number} ({what})" for number, what in LEVELS.items())
+        raise ValueError(f"level={level}: ALFWorld-format games have {levels}")
     folder = Path(out_dir).expanduser()
     options = {"kind": "alfworld", "version": _VERSION, "counts": counts, "seed": seed}
     if level == 0:

@@ -136,6 +136,11 @@ RUN_TESTS = "python3 tests.py"
 """Shows what comes out wrong."""
 
 
+def make(out: Path, train: int, valid: int, seed: int, level: int) -> None:
+    """What ``verl-bpo make-games --kind repair`` does."""
+    make_repairs(out, {"train": train, "valid": valid}, seed=seed, level=level)
+
+
 def make_repairs(
     out_dir: str | Path,
     counts: Mapping[str, int] | None = None,

@@ -375,7 +375,6 @@ def _run(line: list[str], log: Path) -> None:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("benchmark", choices=("swebench",))
     command.add_argument("out", type=Path, help="folder for the instances")
     command.add_argument(
         "--dataset", default="princeton-nlp/SWE-bench_Verified", help="parquet, JSONL, or a hub's name"

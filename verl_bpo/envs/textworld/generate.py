@@ -62,6 +62,11 @@ LEVELS: dict[int, Level] = {
 }
 
 
+def make(out: Path, train: int, valid: int, seed: int, level: int) -> None:
+    """What ``verl-bpo make-games --kind textworld`` does."""
+    make_textworld_games(out, {"train": train, "valid": valid}, seed=seed, level=level)
+
+
 def make_textworld_games(
     out_dir: str | Path,
     counts: Mapping[str, int] | None = None,

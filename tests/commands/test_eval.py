@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from recipes.imitation.policy import make_model, make_tokenizer
-from verl_bpo.commands import evaluate as module
-from verl_bpo.commands.data import write_prompts
-from verl_bpo.commands.evaluate import evaluate, main, options_from, panel_digest, read_episodes, read_panel, summary
-from verl_bpo.commands.main import parser
+from verl_bpo.commands import eval as module
+from verl_bpo.commands.eval import evaluate
+from verl_bpo.commands.evaluation.episodes import Episode, read_episodes
+from verl_bpo.commands.evaluation.options import options_from
+from verl_bpo.commands.evaluation.panel import Task, panel_digest, read_panel
+from verl_bpo.commands.evaluation.summary import summary
+from verl_bpo.commands.main import parse
+from verl_bpo.commands.make_data import write_prompts
 from verl_bpo.config.schema import ConfigError
 from verl_bpo.model.checkpoint import find_model, load_model
 from verl_bpo.report.intervals import task_bootstrap, wilson
@@ -57,7 +61,7 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_an_uninterrupted_one(root
 def test_nothing_is_played_again_once_all_is_there(root, tmp_path, monkeypatch):
     panel = read_panel(root / "panel.parquet")
     before = evaluate(root / "model", panel, tmp_path / "out", options(root))
-    monkeypatch.setattr(module, "_play", None)
+    monkeypatch.setattr(module, "play", None)
     assert evaluate(root / "model", panel, tmp_path / "out", options(root))["success"] == before["success"]
 
 
@@ -82,17 +86,17 @@ def test_the_panel_is_told_by_order_seeds_and_contents_but_not_by_folder(tmp_pat
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "game.json").write_text("{}")
-        rows.append(module.Task("textworld", str(tmp_path / folder / "game.json"), 0))
+        rows.append(Task("textworld", str(tmp_path / folder / "game.json"), 0))
     assert panel_digest(rows[:1]) == panel_digest(rows[1:])
-    other = module.Task("textworld", "game-2", 0)
+    other = Task("textworld", "game-2", 0)
     assert panel_digest([rows[0], other]) != panel_digest([other, rows[0]])
-    assert panel_digest([other]) != panel_digest([module.Task("textworld", "game-2", 1)])
+    assert panel_digest([other]) != panel_digest([Task("textworld", "game-2", 1)])
     (tmp_path / "b" / "game.json").write_text("{ }")
     assert panel_digest(rows[:1]) != panel_digest(rows[1:])
 
 
 def test_episodes_lost_to_their_environment_are_left_out_and_told(root, tmp_path, capsys):
-    panel = [*read_panel(root / "panel.parquet")[:2], module.Task("textworld", "no/such/game.json", 0)]
+    panel = [*read_panel(root / "panel.parquet")[:2], Task("textworld", "no/such/game.json", 0)]
     result = evaluate(root / "model", panel, tmp_path / "out", options(root))
     assert result["success"]["episodes"] == 2 and "no/such/game.json" in result["lost"][0]
     with pytest.raises(ValueError, match="no episode could be played: no/such/game.json"):
@@ -109,7 +113,8 @@ def test_command(root, tmp_path, capsys):
         "--out",
         str(tmp_path / "out"),
     ]
-    assert main(parser().parse_args([*words, "--greedy"])) == 0
+    command, arguments = parse([*words, "--greedy"])
+    assert command.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "6 episodes, 6 tasks" in printed
     assert json.loads((tmp_path / "out/result.json").read_text())["temperature"] == 0
@@ -274,9 +279,7 @@ def test_the_bootstrap_over_tasks_knows_that_a_tasks_episodes_are_alike():
 
 
 def test_success_is_told_per_task_type():
-    episodes = [
-        module.Episode(i, 0, i % 2 == 0, 1.0, 3, 9, 1, "terminated", "pick" if i < 2 else "heat") for i in range(5)
-    ]
+    episodes = [Episode(i, 0, i % 2 == 0, 1.0, 3, 9, 1, "terminated", "pick" if i < 2 else "heat") for i in range(5)]
     found = summary(episodes)
     assert found["success"]["mean"] == 0.6 and found["invalid_share"] == pytest.approx(1 / 3)
     assert {k: (v["mean"], v["episodes"]) for k, v in found["task_types"].items()} == {

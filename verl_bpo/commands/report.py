@@ -1,8 +1,9 @@
-"""``verl-bpo report``: its three commands. What they need is imported when they run."""
+"""``verl-bpo report``: what to look at after a run. Its three commands import what they need when they run."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 COMPARE = "compare"
@@ -38,14 +39,6 @@ def _recompute(arguments: argparse.Namespace) -> int:
     return main(arguments.dump)
 
 
-def name_comparison(words: list[str]) -> list[str]:
-    """``report RUNS...`` as ``report compare RUNS...``."""
-    what = words[1] if len(words) > 1 else ""
-    if words[:1] != ["report"] or what in ("", "trees", COMPARE, "recompute", "-h", "--help"):
-        return words
-    return ["report", COMPARE, *words[1:]]
-
-
 def _need(*modules: str) -> None:
     from importlib.util import find_spec
 
@@ -60,12 +53,9 @@ def _positive(text: str) -> int:
     return value
 
 
-def add_report(subparsers) -> None:
-    """Add ``report`` with its commands to the top-level command line. Each sets ``run(arguments) -> exit code``."""
-    help = "look at a run: its trees, a comparison with others, a check of its advantages"
-    what = subparsers.add_parser("report", help=help, description=help).add_subparsers(
-        dest="what", required=True, metavar="WHAT"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the three commands, each of which sets ``run(arguments) -> exit status``."""
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
 
     def add(name: str, run, help: str, description: str) -> argparse.ArgumentParser:
         command = what.add_parser(name, help=help, description=description)
@@ -111,3 +101,14 @@ def add_report(subparsers) -> None:
         "one does not match or could not be checked.",
     )
     recompute.add_argument("dump", type=Path, help="folder that bpo.dump_dir named in the run")
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """``report RUNS...`` is ``report compare RUNS...``."""
+    named = words and words[0] in ("trees", COMPARE, "recompute", "-h", "--help")
+    return parser.parse_args(words if named or not words else [COMPARE, *words])
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status."""
+    return arguments.run(arguments)

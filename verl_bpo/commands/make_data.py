@@ -1,7 +1,8 @@
-"""Prompt files in verl's parquet format: one row a task, which names its environment."""
+"""``verl-bpo make-data``: prompt files in verl's parquet format, one row a task, which names its environment."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from verl_bpo.commands.environment import add_environment, environment_kwargs
 from verl_bpo.sandbox.loading import list_tasks, load_environment
 
 RECORD = b"verl_bpo"
@@ -101,3 +103,28 @@ def _digest(tasks: list[str], seed: int, root: str | None, content: Callable[[st
         digest.update(f"{_name(task, root)}\0{seed}\0".encode())
         digest.update(content(task))
     return digest.hexdigest()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_environment(parser)
+    parser.add_argument("out", type=Path, help="the parquet file")
+    parser.add_argument("--limit", type=int, help="first so many tasks")
+    parser.add_argument("--panel", type=int, help="so many tasks drawn by their names, the same ones every time")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every task's reset")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit status."""
+    kwargs = environment_kwargs(arguments) | ({"root": arguments.root} if arguments.root else {})
+    record = write_prompts(
+        arguments.env,
+        arguments.split,
+        arguments.out,
+        limit=arguments.limit,
+        panel=arguments.panel,
+        seed=arguments.seed,
+        kwargs=kwargs,
+    )
+    print(f"{arguments.out}: {record['rows']} tasks of {arguments.env} {arguments.split}, sha256 {record['sha256']}")
+    return 0
