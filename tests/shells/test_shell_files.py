@@ -14,6 +14,7 @@ from shells import COUNT_FORKS, LIST, make_tree, need_isolation
 
 from verl_bpo.sandbox import SandboxCrashed, SandboxError
 from verl_bpo.sandbox.scratch import Scratch, reclaim
+from verl_bpo.shells import local
 from verl_bpo.shells.base import Limits
 from verl_bpo.shells.local import LocalShell
 
@@ -315,6 +316,7 @@ def test_an_ordinary_user_gets_the_same(tmp_path):
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from verl_bpo.shells import local
 from verl_bpo.shells.base import Limits
 from verl_bpo.shells.local import LocalShell
 with LocalShell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell:
@@ -350,3 +352,15 @@ with LocalShell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell
     facts, *rest = done.stdout.splitlines()
     assert facts.split()[:2] == ["bwrap", "rlimit"], done.stdout
     assert rest == ["['0', '1000']", "['one', '2']", "True"]
+
+
+def test_a_keeper_imports_the_standard_library_and_itself_alone():
+    """It starts once per shell, and forks once per command."""
+    script = local._KEEPER.replace("main(int(sys.argv[2]), sys.argv[3])", "print(*sys.modules)")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, local._PACKAGES], capture_output=True, text=True, check=True
+    )
+    modules = {name.partition(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names - {"__main__"}
+    assert modules == {"verl_bpo"}
+    own = {name for name in done.stdout.split() if name.startswith("verl_bpo") and "keeper" not in name}
+    assert own == {"verl_bpo", "verl_bpo.shells"}

