@@ -7,7 +7,7 @@
 Each run has a folder ENVIRONMENT/MODEL/METHOD/seed-N under --out: ``run.json`` (what was run: arguments, commit, versions,
 machine, attempts), ``config.yaml`` (resolved), ``metrics-K.jsonl`` (all logged numbers of attempt K), ``train.log``,
 ``checkpoints/`` and ``eval/``. A run that is done is skipped, one that was interrupted goes on from its last checkpoint.
-``verl-bpo report OUT`` reads these folders.
+``verl-bpo report OUT`` reads these folders, and report.py adds the papers' claims.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def main() -> int:
             print(f"failed: see above, and {folder / 'train.log'}", file=sys.stderr)
     if arguments.list:
         return 0
-    report = [*COMMAND, "report", "compare", str(out), "--out", str(out / "report")]
+    report = [sys.executable, str(Path(__file__).with_name("report.py")), str(out), "--out", str(out / "report")]
     status = subprocess.run(report, env=environment()).returncode  # it says itself what it lacks
     if failed:
         print(f"{len(failed)} of {len(todo)} runs failed: {'; '.join(failed)}", file=sys.stderr)

@@ -4,11 +4,12 @@ import csv
 import json
 
 import pytest
+from seeded_runs import write_study
 
-from verl_bpo.report.compare import table
 from verl_bpo.report.logs import find_logs, read_metrics
 from verl_bpo.report.runs import load_run as load
 from verl_bpo.report.runs import mean_curve, validation_columns
+from verl_bpo.report.table import table
 
 SUCCESS = "val-aux/textworld/success/mean@1"
 
@@ -140,3 +141,13 @@ def test_what_is_missing_is_named_in_one_line(tmp_path, report):
         with pytest.raises(error, match=said) as caught:
             report("compare", *arguments, "--out", tmp_path / "out")
         assert "\n" not in str(caught.value)
+
+
+def test_the_papers_claims_are_no_part_of_a_comparison(tmp_path, report):
+    write_study(tmp_path / "runs")
+    assert report("compare", tmp_path / "runs", "--out", tmp_path / "out") == 0
+    (difference,) = csv.DictReader((tmp_path / "out/differences.csv").open())
+    assert float(difference["mean"]) == pytest.approx(20)
+    page = (tmp_path / "out/index.html").read_text()
+    assert "| BPO | 2 |" in (tmp_path / "out/comparison.md").read_text()
+    assert "+3.6 to +6.1" not in page and "claim" not in page

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = add(
         COMPARE,
         _compare,
-        "runs side by side: tables, the papers' claims, curves, ends seed by seed; may be left out: report RUNS...",
+        "runs side by side: tables, differences with intervals, curves, ends seed by seed; may be left out: report RUNS...",
         "Compare runs by what verl logged of them: files of its file logger, TensorBoard or W&B folders (offline too), or "
         "the folders that benchmarks/paper writes. Several runs of one name, environment and model are seeds: their mean "
         "and spread are shown. Writes index.html, which needs nothing beside it, comparison.md, comparison.csv and curves.",

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from verl_bpo.report.claims import claims, differences, noise
 from verl_bpo.report.runs import Run, ended
+from verl_bpo.report.statistics import differences, noise
 
 PAIRS = 15
 """Most pairs of methods on the page; ``differences.csv`` has all."""
 NOTES = (
     "Mean ± standard deviation over seeds. Differences between methods are taken seed by seed, over the seeds that both "
-    "have; in brackets the 95% interval of their mean. Of many pairs one in twenty has p < 0.05 by chance alone. "
-    "Numbers beside the papers' are of other models and scales: they show whether an effect is there, not its size."
+    "have; in brackets the 95% interval of their mean. Of many pairs one in twenty has p < 0.05 by chance alone."
 )
+MoreTables = Callable[[Sequence[Run]], list[tuple[str, str]]]
+"""Of the runs of one environment and model: (title, Markdown table, see :func:`markdown_table`) each."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,19 @@ class Section:
     table: str
     """Markdown."""
     pairs: pd.DataFrame
-    """See :func:`verl_bpo.report.claims.differences`."""
+    """See :func:`verl_bpo.report.statistics.differences`."""
     pictures: Sequence[Path]
     """The curves and the ends."""
 
 
-def write_page(sections: Sequence[Section], out: Path) -> str:
-    """Write ``comparison.md`` and ``index.html``; returns the Markdown."""
+def write_page(sections: Sequence[Section], out: Path, more: MoreTables | None = None) -> str:
+    """Write ``comparison.md`` and ``index.html``, with ``more`` tables under ours; returns the Markdown."""
     from jinja2 import Environment, PackageLoader
 
-    parts = [(section, _tables(section), f"{_compared(section)}{_noise(section)}") for section in sections]
+    parts = [
+        (section, _tables(section) + (more(section.runs) if more else []), f"{_compared(section)}{_noise(section)}")
+        for section in sections
+    ]
     text = ""
     for section, tables, footnote in parts:
         text += f"## {section.title}\n\n" if section.title else ""
@@ -63,7 +67,7 @@ def write_page(sections: Sequence[Section], out: Path) -> str:
 
 
 def _compared(section: Section) -> str:
-    """What "the end" of a run is in the tables of claims and differences."""
+    """What "the end" of a run is in the tables."""
     if len({r.name for r in section.runs}) < 2:
         return ""
     key, runs = ended(section.runs)
@@ -90,23 +94,12 @@ def _noise(section: Section) -> str:
 def _tables(section: Section) -> list[tuple[str, str]]:
     """(title, Markdown table) of all that is known of the runs."""
     tables = [("", section.table)]
-    rows = [(c.what, c.paper, c.ours, str(c.seeds), c.source) for c in claims(section.runs)]
-    if rows:
-        tables.append(
-            ("The papers' claims", _markdown(("claim", "paper", "here", "seeds", "the paper's setting"), rows))
-        )
     rewards = differences(section.runs, reward=True)
     for of, pairs in (("Differences", section.pairs), ("Differences of the mean reward", rewards)):
         if len(tested := pairs.dropna(subset="p_value")):
             shown = tested.sort_values("p_value", kind="stable").head(PAIRS)
             title = f"{of} at the end, the least likely by chance first: {len(shown)} of {len(pairs)} pairs"
-            tables.append((title, _markdown(*_differences(shown))))
-    evaluated = [r for r in section.runs if "evaluation" in r.record]
-    if evaluated:
-        tables.append(("Evaluation of the last checkpoints", _markdown(*_evaluations(evaluated))))
-    recorded = [r for r in section.runs if r.record.get("attempts")]
-    if recorded:
-        tables.append(("Runs", _markdown(*_provenance(recorded))))
+            tables.append((title, markdown_table(*_differences(shown))))
     return tables
 
 
@@ -124,35 +117,8 @@ def _differences(pairs: pd.DataFrame) -> tuple[tuple[str, ...], list[tuple[str, 
     return ("in points", "mean ± sd", "95% of the mean", "p (t test)", "seeds"), rows
 
 
-def _evaluations(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    rows = []
-    for run in runs:
-        found = run.record["evaluation"]
-        kinds = found["task_types"] if len(found["task_types"]) > 1 else {}
-        for kind, row in {"all": found["success"], **kinds}.items():
-            low, high = row["wilson"]
-            interval = f"{row['mean']:.1%} [{low:.1%}, {high:.1%}]"
-            rows.append((run.name, str(run.seed), kind, interval, str(row["episodes"]), str(row["tasks"])))
-    return ("run", "seed", "task type", "success [95%, Wilson]", "episodes", "tasks"), rows
-
-
-def _provenance(runs: Sequence[Run]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    rows = []
-    for run in runs:
-        last = run.record["attempts"][-1]
-        commit = last.get("commit", "")[:10] + (" + changes" if last.get("changed_files") else "")
-        versions = ", ".join(
-            f"{k} {v}" for k, v in last.get("versions", {}).items() if k in ("verl", "torch", "verl_bpo")
-        )
-        state = "done" if run.record["done"] else "unfinished"
-        hours = sum(a.get("seconds", 0) for a in run.record["attempts"]) / 3600
-        rows.append(
-            (run.name, str(run.seed), state, str(len(run.record["attempts"])), f"{hours:.2f}", commit, versions)
-        )
-    return ("run", "seed", "state", "attempts", "hours with start", "commit", "versions"), rows
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As Markdown, which the page turns into its own."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 

@@ -48,12 +48,6 @@ class Run:
     def seed(self) -> int | None:
         return self.record.get("seed")
 
-    @property
-    def family(self) -> str:
-        """``bpo``, ``sapo``, ``grpo``, ``rloo``, ``ppo``: the estimator, or else the first word of the name."""
-        estimator = self.record.get("estimator") or re.split(r"[^a-z]", self.name.lower(), maxsplit=1)[0]
-        return {"gae": "ppo"}.get(estimator, estimator)
-
 
 def validation_columns(frame: pd.DataFrame, metric: str = "val") -> list[str]:
     """The columns to average for a run's validation success.
