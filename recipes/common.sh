@@ -1,5 +1,9 @@
-# Sourced by every recipe: `train ENVIRONMENT OVERRIDES...` writes the prompt files that are missing and starts the trainer.
+# Sourced by every recipe: `train METHOD ENVIRONMENT POLICY OVERRIDES...` writes the prompt files that are missing and starts the
+# trainer with recipes/config/ENVIRONMENT.yaml, method/METHOD.yaml and policy/POLICY.yaml. Variables of a recipe:
+#   MODEL=...               another checkpoint than the policy's own
+#   GPUS=...                GPUs of this machine; the recipe says how many by default
 #   DATA=data/ENVIRONMENT   (runs/smoke/ENVIRONMENT) folder of the prompt files
+#   EXECUTION=container     (swebench) or local: as the instances were prepared
 #   SMOKE=1                 the same recipe with a tiny model for two steps, on a CPU
 # `verl-bpo train --dry-run RECIPE` runs a recipe with VERL_BPO_DRY_RUN=1, to read its overrides.
 
@@ -56,9 +60,12 @@ tiny_model() {
 }
 
 train() {
-  local environment=$1 smoke=()
-  shift
+  local method=$1 environment=$2 policy=$3 smoke=()
+  shift 3
   DATA=${DATA:-$([ -n "$SMOKE" ] && echo runs/smoke || echo data)/$environment}
+  if [ "$environment" = swebench ] && [ -n "${EXECUTION:-}" ]; then
+    set -- bpo.env.execution="$EXECUTION" "$@"
+  fi
   if [ -n "$SMOKE" ]; then
     smoke=(
       actor_rollout_ref.model.path="$DATA/model" data.train_batch_size=2 bpo.updates_per_step=1
@@ -72,7 +79,9 @@ train() {
     fi
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
   fi
-  set -- --config-dir recipes/config --config-name "$environment" root="$DATA" "$@" "${smoke[@]}"
+  set -- --config-dir recipes/config --config-name "$environment" +method="$method" +policy="$policy" root="$DATA" \
+    trainer.experiment_name="${method}_${environment}_$policy" trainer.n_gpus_per_node="$GPUS" \
+    ${MODEL:+actor_rollout_ref.model.path="$MODEL"} "$@" "${smoke[@]}"
   if [ -n "${VERL_BPO_DRY_RUN:-}" ]; then
     printf '%s\0' "$@"
     exit

@@ -2,19 +2,6 @@
 # GRPO on ALFWorld with Llama-3.1-8B-Instruct, on GPUs of 80 GB. Settings and estimates: recipes/README.md
 set -euo pipefail
 
-MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 GPUS=${GPUS:-4}
-TP=2
-PROMPTS=16 # tasks a step
-GROUP=8 # trajectories a task
-
 source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
-train alfworld \
-  algorithm.adv_estimator=grpo \
-  actor_rollout_ref.rollout.n=$GROUP \
-  data.train_batch_size=$PROMPTS \
-  actor_rollout_ref.model.path="$MODEL" \
-  actor_rollout_ref.rollout.tensor_model_parallel_size=$TP \
-  trainer.n_gpus_per_node=$GPUS \
-  trainer.experiment_name=grpo_alfworld_llama3.1_8b \
-  "$@"
+train grpo alfworld llama3.1_8b "$@"

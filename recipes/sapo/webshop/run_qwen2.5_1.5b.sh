@@ -2,15 +2,6 @@
 # SAPO (Single-rollout Autoregressive Policy Optimization) on WebShop with Qwen2.5-1.5B-Instruct, on GPUs of 80 GB. Settings and estimates: recipes/README.md
 set -euo pipefail
 
-MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
 GPUS=${GPUS:-2}
-PROMPTS=128 # tasks a step, one trajectory each
-
 source "$(dirname "${BASH_SOURCE[0]}")/../../common.sh"
-train webshop \
-  algorithm.adv_estimator=sapo \
-  data.train_batch_size=$PROMPTS \
-  actor_rollout_ref.model.path="$MODEL" \
-  trainer.n_gpus_per_node=$GPUS \
-  trainer.experiment_name=sapo_webshop_qwen2.5_1.5b \
-  "$@"
+train sapo webshop qwen2.5_1.5b "$@"
