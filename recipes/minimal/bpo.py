@@ -9,6 +9,7 @@ language models too: verl_bpo.sandbox, verl_bpo.tree, verl_bpo.advantages. No ve
 
 import argparse
 import asyncio
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,7 +43,7 @@ class Args:
     lr: float = 1e-2  # of Adam
     epochs: int = 4  # updates a step
     clip: float = 0.2  # PPO's epsilon
-    entropy_bonus: float = 0.01  # keeps guesses open that look equally good
+    entropy_bonus: float = 0.03  # keeps guesses open that look equally good
     seed: int = 0  # of weights, samples and secrets
     out: str = "bpo.png"  # the curves
 
@@ -79,24 +80,25 @@ class Prompter:
         return text, True
 
 
-async def roll(policy, args, branch, seeds, pool, executor):
+async def roll(policy, args, branch, games, pool, executor):
     """One tree per game: the backbone's sandbox is snapshot where the policy is unsure, K alternatives are forked there and
     rolled to their ends. What is then left of N leaves starts at the root."""
 
-    async def generate(prompt_ids, max_tokens, place):
-        with torch.no_grad():
-            guess = policy(torch.tensor([prompt_ids]))
-        index = guess.sample()
-        return Generation([int(index) + 1], guess.log_prob(index).tolist(), guess.entropy().tolist())
+    async def tree(game):
+        async def generate(prompt_ids, max_tokens, place):
+            with torch.no_grad():
+                guess = policy(torch.tensor([prompt_ids]))
+            # By the place in the tree, so that a run can be repeated whatever of it happens first.
+            (index,) = random.Random(f"{game}/{place}").choices(range(9), guess.probs[0].tolist())
+            return Generation([index + 1], guess.log_prob(torch.tensor([index])).tolist(), guess.entropy().tolist())
 
-    async def tree(seed):
         budget = Budget("leaves", args.leaves, max_turns=3, max_action_tokens=1)
         selector = threshold(args.threshold) if branch.selector == "threshold" else None
         with pool.open() as world:
             rollout = TreeRollout(generate, world, executor, Prompter(), branch, budget, selector, 4, 1)
-            return await rollout.run("game", seed)
+            return await rollout.run("game", seed=game)
 
-    return await asyncio.gather(*map(tree, seeds))
+    return await asyncio.gather(*map(tree, games))
 
 
 def compare(trees):
