@@ -4,7 +4,8 @@
     python recipes/minimal/bpo.py --forks 4   # any option of Args
 
 Guessing at random wins 30% of the games, binary search 7 of 9. Trees are rolled and siblings compared by the parts that train
-language models too: verl_bpo.sandbox, verl_bpo.tree, verl_bpo.advantages. No verl, no Ray.
+language models too: verl_bpo.sandbox, verl_bpo.tree, verl_bpo.advantages. No verl, no Ray. Both methods learn the game; which
+one is ahead changes with --seed.
 """
 
 import argparse
