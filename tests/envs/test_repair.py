@@ -121,14 +121,14 @@ def test_branches_of_a_repair_are_independent(environment, root):
 
 def test_a_world_lost_with_its_process_is_rebuilt(root):
     need_isolation()
-    with SandboxPool("repair") as pool, pool.open() as host:
+    with SandboxPool("repair") as pool, pool.open() as world:
         (task,) = tasks(root, 1)[:1]
-        trunk, _ = host.reset(task)
+        trunk, _ = world.reset(task)
         trunk.step("echo 1 > x")
         snapshot = trunk.snapshot()
-        host._worker.stop()
+        world._worker.stop()
         (fork,) = snapshot.fork()
-        assert fork.step("cat x").text == "1" and host.recoveries == 1
+        assert fork.step("cat x").text == "1" and world.recoveries == 1
 
 
 def test_a_command_is_one_block_or_the_whole_action():

@@ -54,8 +54,8 @@ def pools():
 
 def actor_process(pools, number=0):
     """Of one of the actors: the process that its worlds' processes are children of."""
-    with pools[HOSTILE].open() as host:
-        return int(Path(f"/proc/{local.pid_of(host.reset('t')[0])}/stat").read_text().rpartition(")")[2].split()[1])
+    with pools[HOSTILE].open() as world:
+        return int(Path(f"/proc/{local.pid_of(world.reset('t')[0])}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def free_places():
@@ -69,8 +69,8 @@ def free_places():
 @pytest.mark.parametrize("backend", ["memory", "fork"])
 def test_branches_are_independent(backend):
     pools = make_pools(backend=backend)
-    with pools[f"{WORLDS}:SavingDiary"].open() as host:
-        trunk, first = host.reset("t", 3)
+    with pools[f"{WORLDS}:SavingDiary"].open() as world:
+        trunk, first = world.reset("t", 3)
         assert first.text == "t/3"
         trunk.step("a")
         snapshot = trunk.snapshot()
@@ -79,7 +79,7 @@ def test_branches_are_independent(backend):
         assert (left.step("l").text, right.step("r").text) == ("t/3 a l", "t/3 a r")
         (nested,) = right.snapshot().fork()
         assert nested.step("n").text == "t/3 a r n"
-        assert host.recoveries == 0
+        assert world.recoveries == 0
     pools.close()
     assert free_places() == 4
 
@@ -95,8 +95,8 @@ def test_branches_are_independent(backend):
 )
 def test_a_failure_loses_its_branch_and_the_others_go_on(pools, action, error, message, recoveries):
     pool = pools[HOSTILE]
-    with pool.open() as host:
-        trunk, _ = host.reset("t")
+    with pool.open() as world:
+        trunk, _ = world.reset("t")
         trunk.step("a")
         snapshot = trunk.snapshot()
         first, second = snapshot.fork(2)
@@ -107,30 +107,30 @@ def test_a_failure_loses_its_branch_and_the_others_go_on(pools, action, error, m
         assert second.step("t").text == "t/0 a t"
         assert trunk.step("b").text == "t/0 a b"
         assert snapshot.fork(1)[0].step("c").text == "t/0 a c"
-        assert host.recoveries == recoveries
+        assert world.recoveries == recoveries
 
 
 def test_a_process_or_an_actor_killed_between_calls_loses_nothing(pools):
     actor = actor_process(pools)
-    with pools[HOSTILE].open() as host:
-        clean, _ = host.reset("t")
+    with pools[HOSTILE].open() as world:
+        clean, _ = world.reset("t")
         clean.step("c")
-        probe, _ = host.reset("t")
+        probe, _ = world.reset("t")
         for number, victim in enumerate((local.pid_of(probe), actor)):
             os.kill(victim, signal.SIGKILL)
             deadline = time.monotonic() + 10
-            while host._worker.alive() and time.monotonic() < deadline:
+            while world._worker.alive() and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert clean.step(f"d{number}").text.endswith(f"d{number}")
-            assert host.recoveries == number + 1
+            assert world.recoveries == number + 1
 
 
 def test_an_actor_that_dies_during_calls_loses_one_branch_of_each_world_and_is_replaced(pools):
     actor = actor_process(pools)
     with pools[HOSTILE].open() as one, pools[HOSTILE].open() as two, ThreadPoolExecutor(2) as threads:
-        kept = [host.reset("t")[0] for host in (one, two)]
-        lost = [host.reset("t")[0] for host in (one, two)]
-        processes = [local.pid_of(branch) for branch in (host.reset("t")[0] for host in (one, two))]
+        kept = [world.reset("t")[0] for world in (one, two)]
+        lost = [world.reset("t")[0] for world in (one, two)]
+        processes = [local.pid_of(branch) for branch in (world.reset("t")[0] for world in (one, two))]
         threading.Timer(0.5, os.kill, (actor, signal.SIGKILL)).start()
         for failure in [threads.submit(branch.step, "hang") for branch in lost]:
             with pytest.raises(SandboxCrashed, match="actor died during step"):
@@ -144,16 +144,16 @@ def test_an_actor_that_dies_during_calls_loses_one_branch_of_each_world_and_is_r
 def test_an_actor_that_answers_nothing_is_given_up(pools, monkeypatch):
     monkeypatch.setattr("verl_bpo.integration.ray_workers._GRACE", 1.0)
     actor = actor_process(pools)
-    with pools[HOSTILE].open() as host:
-        branch, _ = host.reset("t")
-        lost, _ = host.reset("t")
+    with pools[HOSTILE].open() as world:
+        branch, _ = world.reset("t")
+        lost, _ = world.reset("t")
         pools[HOSTILE].step_timeout = 1.0
         os.kill(actor, signal.SIGSTOP)
         with pytest.raises(SandboxTimeout, match="gave no answer in 2 s"):
             lost.step("a")
         pools[HOSTILE].step_timeout = 30.0
         assert branch.step("b").text == "t/0 b"
-        assert host.recoveries == 1
+        assert world.recoveries == 1
     with contextlib.suppress(ProcessLookupError):  # Ray may have ended it frozen as it is
         os.kill(actor, signal.SIGCONT)
     assert local.wait_until_gone([actor]) == []
@@ -162,13 +162,13 @@ def test_an_actor_that_answers_nothing_is_given_up(pools, monkeypatch):
 def test_no_more_worlds_than_workers_and_no_more_actors_than_needed():
     pools = make_pools(workers=3, worlds=2)
     pool = pools[HOSTILE]
-    hosts = [pool.open() for _ in range(3)]
+    worlds = [pool.open() for _ in range(3)]
     assert free_places_now() == 2
     with ThreadPoolExecutor(1) as threads:
         fourth = threads.submit(pool.open)
         time.sleep(0.3)
         assert not fourth.done()
-        hosts[0].close()
+        worlds[0].close()
         fourth.result(timeout=20).close()
     pools.close()  # two worlds are open still
     assert free_places() == 4
@@ -217,8 +217,8 @@ def test_waiting_sandboxes_dont_hold_up_an_event_loop(pools):
     async def ticks():
         loop, count = asyncio.get_running_loop(), 0
         with ThreadPoolExecutor(2) as threads:
-            host = await loop.run_in_executor(threads, pools[HOSTILE].open)
-            sandbox, _ = await loop.run_in_executor(threads, host.reset, "t")
+            world = await loop.run_in_executor(threads, pools[HOSTILE].open)
+            sandbox, _ = await loop.run_in_executor(threads, world.reset, "t")
             pools[HOSTILE].step_timeout = 1
             stuck = loop.run_in_executor(threads, sandbox.step, "hang")
             while not stuck.done():
@@ -226,7 +226,7 @@ def test_waiting_sandboxes_dont_hold_up_an_event_loop(pools):
                 count += 1
             with pytest.raises(SandboxTimeout):
                 await stuck
-            await loop.run_in_executor(threads, host.close)
+            await loop.run_in_executor(threads, world.close)
         return count
 
     assert asyncio.run(ticks()) > 20

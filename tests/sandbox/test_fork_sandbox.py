@@ -240,16 +240,16 @@ def test_an_environment_that_cant_be_made_is_told():
 def test_in_a_pool_a_crash_costs_no_recovery_and_a_hang_one():
     with (
         SandboxPool(f"{WORLDS}:Hostile", backend="fork", step_timeout=3, reset_timeout=60) as pool,
-        pool.open() as host,
+        pool.open() as world,
     ):
-        trunk, _ = host.reset("t")
+        trunk, _ = world.reset("t")
         trunk.step("a")
         first, second, third = trunk.snapshot().fork(3)
         with pytest.raises(SandboxCrashed):
             first.step("exit")
-        assert second.step("b").text == "t/0 a b" and host.recoveries == 0
+        assert second.step("b").text == "t/0 a b" and world.recoveries == 0
         with pytest.raises(SandboxError):
             third.step("hang")
-        assert second.step("c").text == "t/0 a b c" and host.recoveries == 1
-        again, _ = host.reset("t")
+        assert second.step("c").text == "t/0 a b c" and world.recoveries == 1
+        again, _ = world.reset("t")
         assert again.step("z").text == "t/0 z"

@@ -26,9 +26,9 @@ def pool():
 
 
 @pytest.fixture(params=["memory", "replay"])
-def host(request):
-    with make_pool(backend=request.param) as pool, pool.open() as host:
-        yield host
+def world(request):
+    with make_pool(backend=request.param) as pool, pool.open() as world:
+        yield world
 
 
 def runs(pid):
@@ -54,8 +54,8 @@ def pid_of(sandbox):
 @pytest.mark.parametrize("backend", ["memory", "fork", "replay"])
 @pytest.mark.parametrize("name", ["Diary", "SavingDiary"])
 def test_branches_are_independent_whatever_the_backend_and_isolation(name, backend, isolation):
-    with make_pool(name, backend=backend, isolation=isolation) as pool, pool.open() as host:
-        trunk, first = host.reset("t", 3)
+    with make_pool(name, backend=backend, isolation=isolation) as pool, pool.open() as world:
+        trunk, first = world.reset("t", 3)
         assert first.text == "t/3"
         trunk.step("a")
         snapshot = trunk.snapshot()
@@ -69,7 +69,7 @@ def test_branches_are_independent_whatever_the_backend_and_isolation(name, backe
         left.close()
         assert nested.step("n").text == "t/3 a r n"
         assert (trunk.env_steps, right.env_steps, nested.env_steps) == (2, 1, 1)
-        assert host.recoveries == 0
+        assert world.recoveries == 0
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_branches_are_independent_whatever_the_backend_and_isolation(name, backe
     ],
 )
 def test_a_failing_step_loses_its_branch_and_keeps_the_process(pool, action, error, message):
-    with pool.open() as host:
-        trunk, _ = host.reset("t")
+    with pool.open() as world:
+        trunk, _ = world.reset("t")
         (fork,) = trunk.snapshot().fork()
         with pytest.raises(error, match=message):
             fork.step(action)
         with pytest.raises(SandboxError, match="last step failed"):
             fork.step("a")
         assert trunk.step("a").text == "t/0 a"
-        assert host.recoveries == 0
+        assert world.recoveries == 0
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_failing_step_loses_its_branch_and_keeps_the_process(pool, action, err
 )
 @pytest.mark.parametrize("backend", ["memory", "replay"])
 def test_a_crash_or_a_hang_loses_its_branch_and_the_others_recover(backend, action, error, message):
-    with make_pool(backend=backend) as pool, pool.open() as host:
+    with make_pool(backend=backend) as pool, pool.open() as world:
         pool.step_timeout = 1
-        trunk, _ = host.reset("t")
+        trunk, _ = world.reset("t")
         trunk.step("a")
         snapshot = trunk.snapshot()
         first, second = snapshot.fork(2)
@@ -121,48 +121,48 @@ def test_a_crash_or_a_hang_loses_its_branch_and_the_others_recover(backend, acti
         assert trunk.step("b").text == "t/0 a b"
         (late,) = snapshot.fork()
         assert late.step("c").text == "t/0 a c"
-        assert host.recoveries == 1
+        assert world.recoveries == 1
         assert (second.env_steps, second.replayed_steps - (backend == "replay")) == (2, 2)
 
 
-def test_a_kill_from_outside_between_calls_loses_nothing(host):
-    trunk, _ = host.reset("t")
+def test_a_kill_from_outside_between_calls_loses_nothing(world):
+    trunk, _ = world.reset("t")
     trunk.step("a")
     pid = pid_of(trunk)
     (fork,) = trunk.snapshot().fork()
-    clean, _ = host.reset("t")
+    clean, _ = world.reset("t")
     clean.step("c")
     os.kill(pid, signal.SIGKILL)
     assert wait_until_gone([pid]) == []
     assert clean.step("d").text == "t/0 c d"
-    assert host.recoveries == 1
+    assert world.recoveries == 1
     # what showed the old process's number can't be the same again, and that is noticed
     with pytest.raises(SandboxError, match=r"step 2 \('pid'\) gave another text"):
         fork.step("b")
 
 
 def test_a_kill_from_outside_during_a_step_names_the_signal(pool):
-    with pool.open() as host:
-        probe, _ = host.reset("t")
+    with pool.open() as world:
+        probe, _ = world.reset("t")
         pid = pid_of(probe)
-        sandbox, _ = host.reset("t")
+        sandbox, _ = world.reset("t")
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(SandboxCrashed, match="killed by SIGKILL"):
             sandbox.step("hang")
 
 
 def test_recovery_of_a_world_that_drifts_is_refused():
-    with make_pool("Drifting") as pool, pool.open() as host:
-        trunk, _ = host.reset("t")
+    with make_pool("Drifting") as pool, pool.open() as world:
+        trunk, _ = world.reset("t")
         trunk.step("drift")
-        host._worker.stop()
+        world._worker.stop()
         with pytest.raises(SandboxError, match=r"step 1 \('drift'\) gave another text"):
             trunk.step("a")
 
 
 def test_prints_and_big_texts_dont_disturb_the_line_or_this_programs_output(pool, capfd):
-    with pool.open() as host:
-        sandbox, _ = host.reset("t")
+    with pool.open() as world:
+        sandbox, _ = world.reset("t")
         assert sandbox.step("print").text == "t/0 print"
         captured = capfd.readouterr()
         assert captured.out == "" and "more noise" in captured.err
@@ -172,19 +172,19 @@ def test_prints_and_big_texts_dont_disturb_the_line_or_this_programs_output(pool
 
 def test_several_root_samples_cost_one_reset(tmp_path):
     log = tmp_path / "log"
-    with make_pool("SavingDiary", {"log": str(log)}) as pool, pool.open() as host:
-        roots = [host.reset("t", 1) for _ in range(3)]
+    with make_pool("SavingDiary", {"log": str(log)}) as pool, pool.open() as world:
+        roots = [world.reset("t", 1) for _ in range(3)]
         assert [o.text for _, o in roots] == ["t/1"] * 3
         assert [s.step(str(i)).text for i, (s, _) in enumerate(roots)] == ["t/1 0", "t/1 1", "t/1 2"]
         assert log.read_text().split().count("reset") == 1
-        host.reset("t", 2)
+        world.reset("t", 2)
         assert log.read_text().split().count("reset") == 2
 
 
 def test_root_samples_work_without_snapshots():
-    with make_pool("Uncopyable") as pool, pool.open() as host:
-        one, _ = host.reset("t")
-        two, _ = host.reset("t")
+    with make_pool("Uncopyable") as pool, pool.open() as world:
+        one, _ = world.reset("t")
+        two, _ = world.reset("t")
         assert one.step("a").text == "t/0 a"
         assert two.step("b").text == "t/0 b"
         with pytest.raises(SnapshotUnsupported, match="replay"):
@@ -192,22 +192,22 @@ def test_root_samples_work_without_snapshots():
         assert one.step("c").text == "t/0 a c"
 
 
-def test_a_task_error_travels_as_itself(host):
+def test_a_task_error_travels_as_itself(world):
     with pytest.raises(TaskError, match="no task 'missing'"):
-        host.reset("missing")
+        world.reset("missing")
 
 
 def test_processes_are_reused_and_hold_nothing_of_the_last_tree(tmp_path):
     log = tmp_path / "log"
     with make_pool(kwargs={"log": str(log)}) as pool:
-        with pool.open() as host:
-            sandbox, _ = host.reset("t")
+        with pool.open() as world:
+            sandbox, _ = world.reset("t")
             pid = pid_of(sandbox)
         assert log.read_text().split().count("close") == 1
         with pytest.raises(SandboxError, match="closed"):
             sandbox.step("a")
-        with pool.open() as host:
-            again, observation = host.reset("t")
+        with pool.open() as world:
+            again, observation = world.reset("t")
             assert observation.text == "t/0"
             assert pid_of(again) == pid
     assert log.read_text().split().count("close") == 2
@@ -237,8 +237,8 @@ def test_wrong_arguments_of_an_environment_are_told_at_open():
 
 
 def test_branches_may_be_used_from_many_threads_while_one_crashes(pool):
-    with pool.open() as host:
-        trunk, _ = host.reset("t")
+    with pool.open() as world:
+        trunk, _ = world.reset("t")
         forks = trunk.snapshot().fork(6)
 
         def play(index):
@@ -251,23 +251,23 @@ def test_branches_may_be_used_from_many_threads_while_one_crashes(pool):
         assert isinstance(results[0].exception(), SandboxCrashed)
         for index in range(1, 6):
             assert results[index].result() == " ".join(["t/0", *(f"{index}.{turn}" for turn in range(10))])
-        assert host.recoveries == 1
+        assert world.recoveries == 1
 
 
 def test_a_worker_imports_nothing_heavy(pool):
-    with pool.open() as host:
-        assert host.reset("t")[0].step("modules").text == ""
+    with pool.open() as world:
+        assert world.reset("t")[0].step("modules").text == ""
 
 
 def test_closing_the_pool_leaves_no_process_and_no_file():
     pool = make_pool()
     pids, folders = [], []
-    for host in (pool.open(), pool.open()):
-        sandbox, _ = host.reset("t")
+    for world in (pool.open(), pool.open()):
+        sandbox, _ = world.reset("t")
         pids += [pid_of(sandbox), int(sandbox.step("spawn").text)]
         folders.append(Path(sandbox.step("tempfile").text))
     assert all(map(runs, pids)) and all(folder.is_dir() for folder in folders)
-    host.close()  # one world given back, one still open
+    world.close()  # one world given back, one still open
     pool.close()
     pool.close()
     assert wait_until_gone(pids) == []
@@ -277,8 +277,8 @@ def test_closing_the_pool_leaves_no_process_and_no_file():
 
 
 def test_a_crash_takes_what_the_environment_started_with_it(pool):
-    with pool.open() as host:
-        sandbox, _ = host.reset("t")
+    with pool.open() as world:
+        sandbox, _ = world.reset("t")
         child = int(sandbox.step("spawn").text)
         with pytest.raises(SandboxCrashed):
             sandbox.step("exit")
@@ -323,18 +323,18 @@ def test_no_process_outlives_its_parent(how, tmp_path):
 
 
 def test_the_snapshots_used_least_recently_make_room(tmp_path):
-    with make_pool("HeavyDiary", {"log": str(tmp_path / "log")}, snapshot_bytes=3500) as pool, pool.open() as host:
-        trunk, _ = host.reset("t")
+    with make_pool("HeavyDiary", {"log": str(tmp_path / "log")}, snapshot_bytes=3500) as pool, pool.open() as world:
+        trunk, _ = world.reset("t")
         snapshots = []
         for word in "abcde":
             trunk.step(word)
             if len(snapshots) == 3:
                 snapshots[0].fork(1)  # so it isn't the one to go
             snapshots.append(trunk.snapshot())
-        assert snapshots[0].nbytes == 1000 and host.evictions == 2
+        assert snapshots[0].nbytes == 1000 and world.evictions == 2
         before = (tmp_path / "log").read_text().count("load")
         texts = [snapshot.fork(1)[0].step("x").text for snapshot in snapshots]
         assert texts == [f"t/0 {' '.join('abcde'[: i + 1])} x" for i in range(5)]
         assert (tmp_path / "log").read_text().count("load") > before
         snapshots[0].release()
-        assert len(host._kept) <= 3 and host.recoveries == 0
+        assert len(world._kept) <= 3 and world.recoveries == 0

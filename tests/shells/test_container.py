@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_bpo.sandbox import SandboxError
+from verl_bpo.sandbox import SandboxError, TaskError
 from verl_bpo.shells import container
-from verl_bpo.shells.base import Limits
+from verl_bpo.shells.base import Limits, Workspace
 from verl_bpo.shells.container import ContainerConfig, ContainerShell, _myself, find_engine, reclaim
 
 NAMED = os.environ.get("VERL_BPO_CONTAINER_ENGINE")
@@ -232,6 +232,26 @@ def test_what_a_killed_owner_left_is_reclaimed(engine, shell):
         time.sleep(0.2)
     assert len(reclaim(engine.split())) >= 1
     assert reclaim(engine.split()) == []
+
+
+def test_files_travel_as_bytes(shell):
+    data = bytes(range(256)) * 100
+    shell.write("new/folder/it's", data)
+    assert shell.read("new/folder/it's") == shell.read("/testbed/new/folder/it's") == data
+    with pytest.raises(SandboxError, match="no-such-file can't be read in the shell"):
+        shell.read("no-such-file")
+    with pytest.raises(SandboxError, match="new can't be written in the shell"):
+        shell.write("new", b"x")
+
+
+def test_a_shell_opens_on_the_workspaces_image_or_the_configs(engine, image):
+    options = {"engine": engine, "run_options": OPTIONS}
+    with pytest.raises(SandboxError, match="names no image: set bpo.env.container.image"):
+        ContainerShell.open(Workspace({"/testbed": None}), Limits(), **options)
+    with pytest.raises(TaskError, match="no image localhost/no-such-image on this machine"):
+        ContainerShell.open(Workspace({"/testbed": None}, image="localhost/no-such-image"), Limits(), **options)
+    with ContainerShell.open(Workspace({"/testbed": None}), Limits(), True, image=image, **options) as shell:
+        assert shell.cwd == "/testbed"
 
 
 def test_a_missing_engine_or_image_is_told(engine, image):

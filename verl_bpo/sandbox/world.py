@@ -32,7 +32,7 @@ class World:
         self._closed = False
         self._ids = itertools.count()
         self._garbage: deque[int] = deque()
-        """Server objects that nobody needs any more; they go with the next call, so that closing never waits."""
+        """What the worker holds and nobody needs any more; it goes with the next call, so that closing never waits."""
         self.generation = 0
         """Counts the processes that this world has lived in."""
         self.recoveries = 0
