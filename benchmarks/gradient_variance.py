@@ -50,8 +50,8 @@ from verl_bpo.commands.evaluation.panel import Task, read_panel
 from verl_bpo.config.schema import build
 from verl_bpo.generation.local import LocalRollouts
 from verl_bpo.model.checkpoint import find_model, load_model, weights_digest
-from verl_bpo.tree.forest import build_batch, spread
-from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import Tree
 
 RESULTS = Path(__file__).parent / "results" / "gradient_variance.json"
@@ -91,14 +91,12 @@ def batch_gradients(
     model: Any, trees: list[Tree], estimators: dict[str, dict[str, str]], windowed: bool
 ) -> dict[str, np.ndarray]:
     """Per estimator: sum over trained tokens of weight * advantage * grad log-prob, flat, over their number."""
-    empty: dict[str, list] = {"counters": {}, "failures": [], "scores": []}
-    sessions = {str(i): {"topology": topology(tree), **empty} for i, tree in enumerate(trees)}
-    batch = build_batch(sessions, {name: name for name in sessions})
+    named = {str(i): tree for i, tree in enumerate(trees)}
+    batch = Forest.of(named, {name: name for name in named})
     results = {name: sibling_advantages(batch, **options) for name, options in estimators.items()}
     sums = {name: [0.0, 0] for name in estimators}
-    for tree, start, size in zip(trees, batch.offset.values(), batch.tree_sizes, strict=True):
-        own = {name: (r.advantage * r.weight, r.valid) for name, r in results.items()}
-        own = {name: [x[start : start + size] for x in pair] for name, pair in own.items()}
+    for tree, turns in zip(trees, batch.turns.values(), strict=True):
+        own = {name: [(r.advantage * r.weight)[turns], r.valid[turns]] for name, r in results.items()}
         for name, (g, n) in tree_gradients(model, tree, own, windowed).items():
             sums[name] = [sums[name][0] + g, sums[name][1] + n]
     return {name: g / max(n, 1) for name, (g, n) in sums.items()}
@@ -117,14 +115,10 @@ def tree_gradients(model: Any, tree: Tree, turns: dict[str, list[torch.Tensor]],
     for k, (name, (advantage, valid)) in enumerate(turns.items()):
         loss, tokens = logprobs.new_zeros(()), 0
         for i, row in enumerate(rows):
-
-            def on_tokens(values, row=row):
-                return spread(values, row.nodes, row.starts, row.ends, len(row.response_ids))
-
             start = len(row.prompt_ids) - 1
             own = logprobs[i, start : start + len(row.response_ids)]
-            loss = loss + (on_tokens(advantage).float() * own).sum()
-            tokens += int(on_tokens(valid.long()).sum())
+            loss = loss + (row.spans.spread(advantage).float() * own).sum()
+            tokens += int(row.spans.spread(valid.long()).sum())
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=k + 1 < len(turns), allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), grads)]
         out[name] = torch.cat([g.flatten() for g in flat]).numpy(), tokens
@@ -160,9 +154,9 @@ class Sampler:
                 for _ in range(self.workers):
                     row = self.rng.choice(self.panel)
                     wave.append(rollouts.tree(row.env, row.task, row.seed, f"{kind}/{self.rng.random()}"))
-                for tree, failures in await asyncio.gather(*wave):
-                    if failures:
-                        raise RuntimeError(f"a tree lost branches: {failures[0]}")
+                for tree in await asyncio.gather(*wave):
+                    if tree.failures:
+                        raise RuntimeError(f"a tree lost branches: {tree.failures[0]}")
                     spare.append(tree)
             trees.append(spare.pop(0))
             taken += int(trees[-1].counters["env_steps"])
@@ -277,10 +271,10 @@ def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed
     async def one(rollouts: LocalRollouts, index: int, number: int, bar: tqdm) -> tuple[int, list[float] | None, int]:
         row, depth = rows[index], depths[index]
         name = f"identity/{index}/{number}"
-        tree, failures = await rollouts.tree(row.env, row.task, row.seed, name, lambda score, at, chance: at == depth)
+        tree = await rollouts.tree(row.env, row.task, row.seed, name, lambda score, at, chance: at == depth)
         bar.update()
-        if failures:
-            raise RuntimeError(f"a tree lost branches: {failures[0]}")
+        if tree.failures:
+            raise RuntimeError(f"a tree lost branches: {tree.failures[0]}")
         returns = [tree.trajectory_return(t) for t in tree.usable()]
         return index, returns if len(returns) == siblings else None, int(tree.counters["env_steps"])
 

@@ -7,8 +7,8 @@ from verl_bpo.advantages.sapo import turn_boundaries
 from verl_bpo.advantages.sapo_losses import sapo_value_loss
 from verl_bpo.advantages.sapo_turns import sapo_turns
 from verl_bpo.config.schema import ConfigError, SAPOConfig, build
-from verl_bpo.tree.forest import build_batch, spread
-from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 nan = float("nan")
@@ -38,8 +38,8 @@ def forked(trunk_end="terminated"):
 
 
 def batch(*trees):
-    records = {f"p_{i}": {"topology": topology(t), "counters": {}, "failures": []} for i, t in enumerate(trees)}
-    return build_batch(records, dict.fromkeys(records, "p"))
+    named = {f"p_{i}": tree for i, tree in enumerate(trees)}
+    return Forest.of(named, dict.fromkeys(named, "p"))
 
 
 def values(*numbers):
@@ -138,7 +138,7 @@ def test_only_the_last_turn_of_a_cut_trajectory_leaves_the_loss_of_action_values
 def test_a_turn_shared_by_several_leaves_counts_once_and_each_row_trains_its_own_turns():
     tree = forked()
     trees, rows = batch(tree), tree_rows(tree)
-    trained = [node for row in rows for node in row.nodes]
+    trained = [node for row in rows for node in row.spans.nodes]
     assert sorted(trained) == [0, 1, 2, 3]  # four turns, though three leaves run through the first
     out, metrics = sapo_turns(trees, values(0, 0, 0, 0), values(0, 0, 0, 0), SAPOConfig(lam=1.0))
     assert metrics["sapo/turns"] == 4
@@ -173,15 +173,9 @@ def test_a_row_leaves_the_boundaries_that_the_readout_finds():
     """The trainer marks turns as rows.py cut them; the readout finds them in the marks."""
     tree = forked()
     for row in tree_rows(tree):
-        marks = spread(
-            torch.arange(1, len(row.nodes) + 1),
-            list(range(len(row.nodes))),
-            row.starts,
-            row.ends,
-            len(row.response_ids),
-        )
+        marks = row.spans.numbered().spread(torch.arange(1, len(row.spans.nodes) + 1))
         found = turn_boundaries((marks > 0).long()[None], marks[None])
-        assert found.start.tolist() == row.starts and (found.last + 1).tolist() == row.ends
+        assert found.start.tolist() == row.spans.starts and (found.last + 1).tolist() == row.spans.ends
 
 
 @pytest.mark.parametrize(

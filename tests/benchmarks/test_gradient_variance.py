@@ -9,8 +9,7 @@ import torch
 
 from recipes.imitation.policy import make_model, make_tokenizer
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.tree.forest import build_batch
-from verl_bpo.tree.rows import topology
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks/gradient_variance.py"
@@ -97,8 +96,7 @@ def test_a_batchs_gradient_is_the_mean_over_its_trees_tokens():
     found = module.batch_gradients(model, trees, estimators, windowed=False)
     total = 0
     for tree in trees:
-        session = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
-        result = sibling_advantages(build_batch({"0": session}, {"0": "0"}), baseline="loo")
+        result = sibling_advantages(Forest.of({"0": tree}, {"0": "0"}), baseline="loo")
         for i, node in enumerate(tree.nodes):
             before = list(tree.prompt_ids)
             for j in tree.path(i)[:-1]:

@@ -66,7 +66,7 @@ def assert_sampled_from(
             ids = torch.tensor([row.prompt_ids + row.response_ids])
             with torch.no_grad():
                 logprobs = policy(ids).logits[0, len(row.prompt_ids) - 1 : -1].log_softmax(-1)
-            for node, start, end in zip(row.nodes, row.starts, row.ends):
+            for node, start, end in zip(row.spans.nodes, row.spans.starts, row.spans.ends):
                 own, tokens = logprobs[start:end], torch.tensor(tree.nodes[node].action_ids)
                 entropy = torch.special.entr(own.exp()).sum(-1)
                 close = {"rtol": 0, "atol": 1e-4}

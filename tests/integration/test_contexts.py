@@ -13,9 +13,9 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl_bpo.config.schema import build
 from verl_bpo.integration import tree_trainer
 from verl_bpo.integration.sapo_trainer import SAPOTrainer
-from verl_bpo.integration.tree_trainer import RowSpans, TreeTrainer
-from verl_bpo.tree.forest import build_batch
-from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.integration.tree_trainer import TreeTrainer
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import ROOT, Node, Tree
 from verl_bpo.tree.trajectories import Trajectories
 
@@ -47,8 +47,7 @@ def per_turn(kind: type, windowed: bool, config) -> dict[str, list[list[float]]]
     """What a trainer mode puts on the tokens of every turn, by name and turn."""
     tree = nested_tree()
     rows = tree_rows(tree, windowed)
-    spans = [RowSpans(torch.tensor(r.response_mask), r.nodes, r.starts, r.ends) for r in rows]
-    record = {"topology": topology(tree), "counters": {}, "failures": [], "scores": []}
+    spans = [row.spans for row in rows]
     trainer = object.__new__(kind)
     trainer.bpo, trainer.global_steps = config, 1
     estimator = "sapo" if kind is SAPOTrainer else "bpo"
@@ -57,13 +56,13 @@ def per_turn(kind: type, windowed: bool, config) -> dict[str, list[list[float]]]
     trainer._put = lambda batch, masks, metrics, **values: found.update(values, mask=[m.float() for m in masks])
     value = torch.randn(2, len(tree.nodes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     trainer._read = [[span.spread(x) for span in spans] for x in value]
-    trees = build_batch({"p_0": record}, {"p_0": "p"})
+    trees = Forest.of({"p_0": tree}, {"p_0": "p"})
     trainer._turn_advantage(SimpleNamespace(keys=["p_0_0"] * len(rows)), trees, spans, ["p"] * len(rows), {})
     out = {}
     for name, tokens in found.items():
         turns = [[] for _ in tree.nodes]
         for span, row in zip(spans, tokens):
-            assert not row[span.mask == 0].any()
+            assert not row[span.mask() == 0].any()
             for node, start, end in zip(span.nodes, span.starts, span.ends):
                 turns[node] += row[start:end].tolist()
         out[name] = turns
@@ -91,7 +90,7 @@ def test_every_usable_turn_is_trained_exactly_once_in_both_contexts():
     tree = nested_tree()
     usable = [i for i, node in enumerate(tree.nodes) if tree.trajectories[node.trajectory].usable]
     for windowed in (False, True):
-        assert sorted(node for row in tree_rows(tree, windowed) for node in row.nodes) == usable
+        assert sorted(node for row in tree_rows(tree, windowed) for node in row.spans.nodes) == usable
 
 
 def trajectories_of_two_prompts() -> dict[str, Tree]:
@@ -144,7 +143,7 @@ def stock_advantages(windowed: bool, monkeypatch, **algorithm) -> dict[str, list
             columns["rm_scores"].append(scores)
             for name, per_turn_values in zip(names[2:], drawn):
                 column = torch.full((len(mask),), 9.0)  # on observations: must not matter
-                for node, start, end in zip(row.nodes, row.starts, row.ends):
+                for node, start, end in zip(row.spans.nodes, row.spans.starts, row.spans.ends):
                     column[start:end] = per_turn_values[node, : end - start]
                 columns[name].append(column)
     fields = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in columns.items()}
@@ -158,11 +157,11 @@ def stock_advantages(windowed: bool, monkeypatch, **algorithm) -> dict[str, list
     trainer.config = OmegaConf.create({"algorithm": settings, "actor_rollout_ref": {"rollout": {"n": 1}}})
     trainer.kl_ctrl_in_reward = core_algos.FixedKLController(0.1)
     batch = KVBatchMeta(keys=keys, partition_id="train", tags=[{}] * len(keys))
-    trainer._stock_advantage(batch, uids, [{}] * len(keys), {})
+    trainer._stock_advantage(batch, uids, [{"row": row.spans.to_dict()} for _, row in places], {})
     turns = {}
     for name in ("advantages", "returns"):
         for (session, row), tokens in zip(places, queue.fields[name].unbind()):
-            for node, start, end in zip(row.nodes, row.starts, row.ends):
+            for node, start, end in zip(row.spans.nodes, row.spans.starts, row.spans.ends):
                 turns[f"{name} {session} {node}"] = tokens[start:end].tolist()
     return turns
 

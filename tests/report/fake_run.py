@@ -7,8 +7,7 @@ import random
 from pathlib import Path
 
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.tree.forest import build_batch
-from verl_bpo.tree.rows import topology
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 PLACES = ["fridge 1", "cabinet 3", "sink basin", "desk 1", "garbage can", "drawer 2", "microwave"]
@@ -108,16 +107,13 @@ def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str)
         ]  # fmt: skip
         flat = [tree for trees in prompts for tree in trees]
         names = [f"{r['uid']}_{r['session']}" for r in records]
-        batch = build_batch(
-            {n: {"topology": topology(t), "counters": {}, "failures": []} for n, t in zip(names, flat)},
-            {n: r["uid"] for n, r in zip(names, records)},
-        )
+        batch = Forest.of(dict(zip(names, flat)), {n: r["uid"] for n, r in zip(names, records)})
         result = sibling_advantages(batch, **options)
         with open(folder / "trees" / f"{step:06d}-17.jsonl", "w") as file:
             file.writelines(json.dumps(r) + "\n" for r in records)
         with open(folder / "advantages" / f"{step:06d}.jsonl", "w") as file:
-            for name, record, size in zip(names, records, batch.tree_sizes):
-                own = slice(batch.offset[name], batch.offset[name] + size)
+            for name, record in zip(names, records):
+                own = batch.turns[name]
                 line = {k: record[k] for k in ("step", "uid", "session")} | {"options": options}
                 line |= {k: getattr(result, k)[own].tolist() for k in ("advantage", "weight", "valid")}
                 file.write(json.dumps(line) + "\n")

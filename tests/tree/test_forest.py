@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.tree.forest import build_batch, spread
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import advantage_metrics, tree_metrics
-from verl_bpo.tree.rows import topology, tree_rows
-from verl_bpo.tree.topology import ROOT, Node, Tree
+from verl_bpo.tree.rows import RowSpans, tree_rows
+from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
 
 def tree(returns: list[float], fork_returns: list[float]) -> Tree:
@@ -25,18 +25,9 @@ def tree(returns: list[float], fork_returns: list[float]) -> Tree:
     return out
 
 
-def record(t: Tree, failures=()) -> dict:
-    return {
-        "topology": topology(t),
-        "counters": {"branch_points": 1, "env_steps": 3},
-        "failures": list(failures),
-        "scores": [0.5],
-    }
-
-
 def test_trees_of_one_prompt_share_their_root_group():
-    batch = build_batch(
-        {"p_0": record(tree([1.0], [])), "p_1": record(tree([0.0], [])), "q_0": record(tree([1.0], []))},
+    batch = Forest.of(
+        {"p_0": tree([1.0], []), "p_1": tree([0.0], []), "q_0": tree([1.0], [])},
         {"p_0": "p", "p_1": "p", "q_0": "q"},
     )
     result = sibling_advantages(batch)
@@ -46,37 +37,38 @@ def test_trees_of_one_prompt_share_their_root_group():
 
 def test_ids_are_shifted_past_earlier_trees():
     first, second = tree([1.0], [0.0, 1.0]), tree([0.0], [1.0])
-    batch = build_batch({"a_0": record(first), "b_0": record(second)}, {"a_0": "a", "b_0": "b"})
+    batch = Forest.of({"a_0": first, "b_0": second}, {"a_0": "a", "b_0": "b"})
     assert batch.parent.tolist() == [-1, 0, 0, 0, -1, 4, 4]
     assert batch.trajectory.tolist() == [0, 0, 1, 2, 3, 3, 4]
-    assert batch.offset == {"a_0": 0, "b_0": 4}
+    assert batch.turns == {"a_0": slice(0, 4), "b_0": slice(4, 7)}
 
 
 def test_a_turns_value_lands_on_its_own_action_tokens():
     t = tree([1.0], [0.0])
     values = torch.tensor([0.1, 0.2, 0.3])
-    tokens = [spread(values, r.nodes, r.starts, r.ends, len(r.response_ids)) for r in tree_rows(t)]
+    tokens = [row.spans.spread(values) for row in tree_rows(t)]
     assert tokens[0].tolist() == pytest.approx([0.1, 0.1, 0.0, 0.2])
     assert tokens[1].tolist() == pytest.approx([0.0, 0.0, 0.0, 0.3, 0.3, 0.3])
 
 
 def test_spread_of_a_row_without_turns_is_zero():
-    assert spread(torch.tensor([1.0]), [], [], [], 3).tolist() == [0.0, 0.0, 0.0]
+    assert RowSpans.none(3).spread(torch.tensor([1.0])).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_metrics_are_finite_when_every_branch_was_lost():
     t = Tree(prompt_ids=[])
     t.trajectories[t.add_trajectory()].end = "failed"
-    batch = build_batch({"a_0": record(t, ["SandboxCrashed: gone"])}, {"a_0": "a"})
+    t.failures = [Failure("SandboxCrashed", "gone", 0)]
+    batch = Forest.of({"a_0": t}, {"a_0": "a"})
     metrics = tree_metrics(batch) | advantage_metrics(sibling_advantages(batch))
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
-    assert batch.failures == ["SandboxCrashed: gone"]
+    assert [str(failure) for failure in batch.failures] == ["SandboxCrashed: gone"]
 
 
 def test_entropy_at_branch_points_is_told_from_the_rest():
     t = tree([1.0], [0.0])
     t.nodes[1].score = t.nodes[2].score = 2.0
-    metrics = tree_metrics(build_batch({"a_0": record(t)}, {"a_0": "a"}))
+    metrics = tree_metrics(Forest.of({"a_0": t}, {"a_0": "a"}))
     assert (metrics["tree/entropy_at_branch"], metrics["tree/entropy_elsewhere"]) == (2.0, 1.0)
     assert (metrics["tree/leaves"], metrics["tree/success"], metrics["tree/depth"]) == (2.0, 0.5, 2.0)
 
@@ -85,6 +77,6 @@ def test_success_is_what_the_environment_calls_so_whatever_the_reward():
     t = tree([0.4], [1.0, 0.0])
     for trajectory, won in zip(t.trajectories, (False, True, False)):
         trajectory.info["won"] = won
-    metrics = tree_metrics(build_batch({"a_0": record(t)}, {"a_0": "a"}))
+    metrics = tree_metrics(Forest.of({"a_0": t}, {"a_0": "a"}))
     assert metrics["tree/success"] == pytest.approx(1 / 3)
     assert metrics["tree/return"] == pytest.approx(1.4 / 3)

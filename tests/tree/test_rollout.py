@@ -12,7 +12,7 @@ from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
-from verl_bpo.tree.rows import topology, tree_rows
+from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.selectors import online_selector
 
 
@@ -165,9 +165,9 @@ def test_a_forks_row_repeats_the_prefix_it_was_sampled_after():
     policy = ScriptedPolicy(lambda n: "ab"[n % 2], lambda number: 2.0 if number == 2 else 0.0)
     _, tree = roll(policy, FakeWorld(), budget={"limit": 3}, branch={"forks": 2})
     row = tree_rows(tree)[1]
-    sampled_after = [p for p in policy.prompts if p == row.prompt_ids + row.response_ids[: row.starts[0]]]
+    sampled_after = [p for p in policy.prompts if p == row.prompt_ids + row.response_ids[: row.spans.starts[0]]]
     assert len(sampled_after) == 3  # the trunk's own action there, and two forks
-    assert row.response_mask[: row.starts[0]] == [0] * row.starts[0]
+    assert row.response_mask[: row.spans.starts[0]] == [0] * row.spans.starts[0]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 8])
@@ -231,7 +231,7 @@ def test_guided_forks_only_successful_trajectories():
     winner = next(i for i, t in enumerate(tree.trajectories) if t.info.get("won"))
     forks = [t for t in tree.trajectories if t.parent >= 0]
     assert forks and {tree.nodes[t.parent].trajectory for t in forks} == {winner}
-    exchangeable = topology(tree)["exchangeable"]
+    exchangeable = tree.exchangeable()
     continuation = [
         i for i, n in enumerate(tree.nodes) if n.trajectory == winner and n.parent in {t.parent for t in forks}
     ]
@@ -247,7 +247,7 @@ def test_a_crash_loses_its_branch_only():
     policy = ScriptedPolicy(lambda n: "x" if n == 8 else "a", lambda n: 2.0 if n == 2 else 0.0)
     rollout, tree = roll(policy, FakeWorld(crash_on="x"), budget={"limit": 5}, branch={"forks": 4})
     assert tree.counters["failed"] == 1 and tree.counters["leaves"] == 4
-    assert rollout.failures == ["SandboxCrashed: the fake world died"]
+    assert [str(f) for f in rollout.tree.failures] == ["SandboxCrashed: the fake world died"]
     assert len(tree_rows(tree)) == 4
 
 
@@ -313,4 +313,4 @@ def test_by_value_a_tree_forks_where_the_outcome_is_most_open():
     _, tree = roll(policy, FakeWorld(), "guided", budget={"limit": 6}, branch=branch)
     forks = [t for t in tree.trajectories if t.parent >= 0]
     assert len(forks) == 2 and {tree.depth(t.parent) for t in forks} == {2}  # no success was needed
-    assert set(topology(tree)["state_value"]) == set(values)
+    assert {node.state_value for node in tree.nodes} == set(values)

@@ -16,7 +16,7 @@ from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.selectors import OnlineSelector
-from verl_bpo.tree.topology import Tree
+from verl_bpo.tree.topology import Failure, Tree
 
 
 class LocalRollouts:
@@ -67,9 +67,7 @@ class LocalRollouts:
         self.pools.close()
         self.executor.shutdown()
 
-    async def tree(
-        self, env: str, task: str, seed: int, identity: str, selector: OnlineSelector | None = None
-    ) -> tuple[Tree, list[str]]:
+    async def tree(self, env: str, task: str, seed: int, identity: str, selector: OnlineSelector | None = None) -> Tree:
         """Roll one tree as ``bpo.branch`` and ``bpo.budget`` say.
 
         Args:
@@ -78,7 +76,7 @@ class LocalRollouts:
             selector: in place of the one that ``bpo.branch.selector`` names.
 
         Returns:
-            The tree and what it lost branches to. A world that can't be opened gives a tree without trajectories.
+            The tree. A world that can't be opened gives one without trajectories.
 
         Raises:
             EnvironmentUnavailable, SnapshotUnsupported, ValueError: no other task would fare better.
@@ -97,9 +95,9 @@ class LocalRollouts:
             try:
                 rollout.world = await self._call(self.pools[env].open)
             except SandboxError as error:
-                return Tree(prompt_ids=[]), [f"{type(error).__name__}: {error}"]
+                return Tree(prompt_ids=[], failures=[Failure.of(error)])
             try:
-                return await rollout.run(task, seed), rollout.failures
+                return await rollout.run(task, seed)
             finally:
                 await self._call(rollout.world.close)
 

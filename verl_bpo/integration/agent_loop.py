@@ -23,8 +23,8 @@ from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.rollout import Generation, TreeRollout
-from verl_bpo.tree.rows import BRANCH_LIMIT, Row, topology, tree_rows
-from verl_bpo.tree.topology import Tree
+from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, Row, RowSpans, tree_rows
+from verl_bpo.tree.topology import Failure, Tree
 
 
 class _Shared:
@@ -75,21 +75,21 @@ class TreeAgentLoop(AgentLoopBase):
                 f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
                 f"unless bpo.env.name is set (got extra_info={extra})"
             )
-            return self._outputs(rollout, Tree(prompt_ids=[]), fatal=missing)
+            return self._outputs(rollout, Tree(prompt_ids=[], fatal=missing))
         async with self.shared.slots:
             try:
                 world = await self.loop.run_in_executor(self.shared.executor, self.shared.pools[env].open)
             except EnvironmentUnavailable as error:
-                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=str(error))
+                return self._outputs(rollout, Tree(prompt_ids=[], fatal=str(error)))
             except SandboxError as error:
-                rollout.failures.append(f"{type(error).__name__}: {error}")
-                return self._outputs(rollout, Tree(prompt_ids=[], counters={"failed": 1}))
+                lost = Tree(prompt_ids=[], counters={"failed": 1}, failures=[Failure.of(error)])
+                return self._outputs(rollout, lost)
             rollout.world = world
             try:
                 tree = await rollout.run(task, int(extra.get("seed") or 0))
             except (EnvironmentUnavailable, SnapshotUnsupported, ValueError) as error:
                 # No other task would fare better: the trainer stops the run with this line.
-                return self._outputs(rollout, Tree(prompt_ids=[]), fatal=f"task {task}: {error}")
+                return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"task {task}: {error}"))
             finally:
                 await self.loop.run_in_executor(self.shared.executor, world.close)
         self._dump(tree, row, env, task, validate)
@@ -137,22 +137,16 @@ class TreeAgentLoop(AgentLoopBase):
 
         return generate
 
-    def _outputs(self, rollout: TreeRollout, tree: Tree, fatal: str | None = None) -> list[AgentLoopOutput]:
+    def _outputs(self, rollout: TreeRollout, tree: Tree) -> list[AgentLoopOutput]:
         rows = tree_rows(tree, self.prompter.windowed)
         if not rows:
             rows = [self._empty_row()]
-        shared = {
-            "topology": topology(tree),
-            "counters": tree.counters,
-            "failures": rollout.failures[:4],
-            "scores": rollout.scores,
-            "fatal": fatal,
-        }
+        record = tree.skeleton().to_dict()
         versions = sorted(rollout.versions) or [None]
         outputs = []
         for i, row in enumerate(rows):
-            usable = row.trajectory >= 0
-            trajectory = tree.trajectories[row.trajectory] if usable else None
+            usable = row.spans.trajectory != LOST
+            trajectory = tree.trajectories[row.spans.trajectory] if usable else None
             reward = tree.trajectory_return(trajectory) if usable else 0.0
             info = trajectory.info if usable else {}
             outputs.append(
@@ -174,13 +168,8 @@ class TreeAgentLoop(AgentLoopBase):
                         },
                         "turn_scores": [],
                         "tool_rewards": [],
-                        "row": {
-                            "trajectory": row.trajectory,
-                            "nodes": row.nodes,
-                            "starts": row.starts,
-                            "ends": row.ends,
-                        },
-                        "tree": shared if i == 0 else None,
+                        "row": row.spans.to_dict(),
+                        "tree": record if i == 0 else None,
                     },
                 )
             )
@@ -189,7 +178,7 @@ class TreeAgentLoop(AgentLoopBase):
     def _empty_row(self) -> Row:
         """Stands for a tree all of whose trajectories were lost, so that its costs and its failure are still counted."""
         token = self.tokenizer.eos_token_id
-        return Row([token], [token], [0], [0.0], -1, [], [], [], 0)
+        return Row([token], [token], [0.0], RowSpans.none(1), 0)
 
     def _dump(self, tree: Tree, row: dict[str, Any], env: str, task: str, validate: bool) -> None:
         if self.bpo.dump_dir is None or validate:

@@ -15,8 +15,9 @@ from verl.workers.utils.padding import response_from_nested
 
 from verl_bpo.advantages.sapo_turns import sapo_turns
 from verl_bpo.integration.losses import sapo_loss
-from verl_bpo.integration.tree_trainer import RowSpans, TreeTrainer, _plain_list
-from verl_bpo.tree.forest import Forest, spread
+from verl_bpo.integration.tree_trainer import TreeTrainer, _plain_list
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.rows import RowSpans
 
 
 @register_trainer("sapo_sync")
@@ -39,7 +40,7 @@ class SAPOTrainer(TreeTrainer):
         data = fetch(select_fields=["response_mask", "extra_fields"])
         mask = data["response_mask"]
         turn_id = [
-            _turn_ids(extra.get("row") or {}, len(row), bool(tag.get("is_padding", False)))
+            _turn_ids(RowSpans.none(len(row)) if tag.get("is_padding", False) else RowSpans.from_dict(extra["row"]))
             for extra, row, tag in zip(_plain_list(data["extra_fields"]), mask.unbind(), batch.tags)
         ]
         fields = TensorDict({"turn_id": torch.nested.as_nested_tensor(turn_id, layout=torch.jagged)}, len(batch))
@@ -67,7 +68,7 @@ class SAPOTrainer(TreeTrainer):
         read = ~trees.state_value.isnan() & ~v.isnan()
         if bool(read.any()):  # the rollout's V of the same state by the same weights
             metrics["sapo/rollout_value_diff"] = float((trees.state_value[read] - v[read]).abs().max())
-        masks = [row.mask for row in rows]
+        masks = [row.mask() for row in rows]
         if self.config.algorithm.adv_estimator == "bpo":
             turns["advantages"], masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
         values = {key: [row.spread(x) for row in rows] for key, x in turns.items()}
@@ -81,8 +82,6 @@ class SAPOTrainer(TreeTrainer):
         return batch
 
 
-def _turn_ids(row: dict[str, list[int]], length: int, padding: bool) -> torch.Tensor:
+def _turn_ids(row: RowSpans) -> torch.Tensor:
     """int64 [length]: number of the turn in its row, from 1, on the turn's action tokens; 0 elsewhere."""
-    count = 0 if padding else len(row.get("nodes", []))
-    numbers = torch.arange(1, count + 1)
-    return spread(numbers, list(range(count)), row.get("starts", []), row.get("ends", []), length)
+    return row.numbered().spread(torch.arange(1, len(row.nodes) + 1))

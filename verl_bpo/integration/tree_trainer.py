@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,7 +33,7 @@ from verl_bpo.integration.losses import policy_loss
 from verl_bpo.integration.prepare import ESTIMATORS
 from verl_bpo.model.checkpoint import CONFIG_FILE
 from verl_bpo.model.packed_tree import place_rows
-from verl_bpo.tree.forest import Forest, build_batch, spread
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import (
     BLIND,
     COMPUTE_COUNTERS,
@@ -44,8 +43,9 @@ from verl_bpo.tree.metrics import (
     tree_metrics,
 )
 from verl_bpo.tree.prompting import PromptConfig, Prompter
-from verl_bpo.tree.rows import BRANCH_LIMIT
+from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, RowSpans
 from verl_bpo.tree.selectors import ScoreMemory
+from verl_bpo.tree.topology import Tree
 from verl_bpo.tree.trajectories import Trajectories
 
 STATE_FILE = "verl_bpo.json"
@@ -55,20 +55,6 @@ def _plain_list(values: Any) -> list:
     """Non-tensor fields come out of TransferQueue as an array, a LinkedList or a NonTensorStack, by their content."""
     items = values.tolist() if hasattr(values, "tolist") else list(values)
     return [getattr(item, "data", item) for item in items]
-
-
-@dataclass
-class RowSpans:
-    """The turns that one row trains: turn ``nodes[i]`` of the forest on response tokens ``starts[i]:ends[i]``."""
-
-    mask: torch.Tensor
-    nodes: list[int]
-    starts: list[int]
-    ends: list[int]
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Per-turn ``values`` [N] on the row's tokens, 0 elsewhere."""
-        return spread(values, self.nodes, self.starts, self.ends, len(self.mask))
 
 
 @register_trainer("bpo_sync")
@@ -107,8 +93,8 @@ class TreeTrainer(PPOTrainerSync):
             raise RunError(f"step {self.global_steps} has no rollouts: see the rollout workers' errors above")
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
         for extra in _plain_list(data["extra_fields"]):
-            if extra.get("tree") and extra["tree"]["fatal"]:
-                raise RunError(extra["tree"]["fatal"])
+            if extra.get("tree") and (fatal := Tree.from_dict(extra["tree"]).fatal):
+                raise RunError(fatal)
 
     def _init_tokenizer(self) -> None:
         model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
@@ -229,12 +215,11 @@ class TreeTrainer(PPOTrainerSync):
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
         if self.config.algorithm.adv_estimator not in ESTIMATORS:
             return self._stock_advantage(batch, uids, extras, metrics)
-        rows = []
-        for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding):
-            row = extra.get("row") or {"nodes": []}
-            shift = 0 if pad else trees.offset[_session(key)]
-            nodes = [] if pad else [n + shift for n in row["nodes"]]
-            rows.append(RowSpans(mask, nodes, row.get("starts", []), row.get("ends", [])))
+        rows = [
+            RowSpans.none(len(mask)) if pad
+            else RowSpans.from_dict(extra["row"]).shifted(trees.turns[_session(key)].start)
+            for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding)
+        ]  # fmt: skip
         return self._turn_advantage(batch, trees, rows, uids, metrics)
 
     def _turn_advantage(
@@ -252,7 +237,7 @@ class TreeTrainer(PPOTrainerSync):
         result = sibling_advantages(trees, **vars(self.bpo.advantage))
         metrics.update(advantage_metrics(result))
         self._dump_advantages(trees, uids, batch.keys, result)
-        masks = [(row.spread(result.valid.long()) * row.mask).to(row.mask.dtype) for row in rows]
+        masks = [row.spread(result.valid.long()) for row in rows]
         return result.advantage * result.weight, masks
 
     def _put(self, batch: KVBatchMeta, masks: list, metrics: dict, **values: list) -> KVBatchMeta:
@@ -288,7 +273,7 @@ class TreeTrainer(PPOTrainerSync):
 
     def _stock_advantage(self, batch: KVBatchMeta, uids: list, extras: list, metrics: dict) -> KVBatchMeta:
         """verl's own estimator, unchanged, on trajectories; a row that stands for a lost tree leaves its prompt's group."""
-        lost = [i for i, e in enumerate(extras) if (e.get("row") or {}).get("trajectory") == -1]
+        lost = [i for i, e in enumerate(extras) if RowSpans.from_dict(e["row"]).trajectory == LOST]
         if lost:
             renamed = list(uids)
             for i in lost:
@@ -331,12 +316,12 @@ class TreeTrainer(PPOTrainerSync):
 
     @staticmethod
     def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> Forest:
-        sessions, prompts = {}, {}
+        trees, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
-                sessions[_session(key)] = extra["tree"]
+                trees[_session(key)] = Tree.from_dict(extra["tree"])
                 prompts[_session(key)] = uid
-        return build_batch(sessions, prompts)
+        return Forest.of(trees, prompts)
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
@@ -345,9 +330,9 @@ class TreeTrainer(PPOTrainerSync):
             raise RunError(
                 f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
             )
-        for counters in trees.counters:
+        for tree in trees.trees.values():
             for key in COMPUTE_COUNTERS:
-                self.totals[key] += int(counters.get(key, 0))
+                self.totals[key] += int(tree.counters.get(key, 0))
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics.update(tree_metrics(trees))
         branch = self.bpo.branch
@@ -372,8 +357,7 @@ class TreeTrainer(PPOTrainerSync):
         folder.mkdir(parents=True, exist_ok=True)
         prompt_of = {_session(k): u for k, u in zip(keys, uids)}
         with open(folder / f"{self.global_steps:06d}.jsonl", "w") as file:
-            for (session, shift), size in zip(trees.offset.items(), trees.tree_sizes):
-                own = slice(shift, shift + size)
+            for session, own in trees.turns.items():
                 record = {
                     "step": self.global_steps,
                     "uid": prompt_of[session],

@@ -9,8 +9,7 @@ import numpy as np
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.report.dump import Dump, TreeAdvantages, TreeRecord
-from verl_bpo.tree.forest import build_batch
-from verl_bpo.tree.rows import topology
+from verl_bpo.tree.forest import Forest
 
 TOLERANCE = 1e-6
 """Largest difference that the order of a sum may make."""
@@ -63,11 +62,9 @@ def _check(dump: Dump, step: int) -> StepCheck:
 def _difference(wanted: dict[tuple, TreeAdvantages], records: dict[tuple, TreeRecord]) -> tuple[int, float]:
     # In the trainer's own order, which fixes the order of its sums.
     names = {f"{uid}_{session}": (step, uid, session) for step, uid, session in wanted}
-    sessions = {
-        name: {"topology": topology(records[key].tree), "counters": {}, "failures": []} for name, key in names.items()
-    }
+    trees = {name: records[key].tree for name, key in names.items()}
     options = next(iter(wanted.values())).options
-    result = sibling_advantages(build_batch(sessions, {name: key[1] for name, key in names.items()}), **options)
+    result = sibling_advantages(Forest.of(trees, {name: key[1] for name, key in names.items()}), **options)
     advantage, weight, valid = (
         np.array([x for w in wanted.values() for x in getattr(w, field)]) for field in ("advantage", "weight", "valid")
     )

@@ -1,14 +1,16 @@
-"""From a batch of rows to one forest of turns, and back to tokens. Pure data, no verl, no Ray."""
+"""The turns of a whole batch of trees, as tensors: what estimators and metrics read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from verl_bpo.tree.topology import ROOT
+from verl_bpo.tree.topology import ROOT, Failure, Tree
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,8 @@ class Forest:
     """bool [L]: it did the task."""
     depth: Tensor
     """int64 [L]: turns from the initial state to its leaf; 0 if not usable."""
-    offset: dict[str, int] = field(default_factory=dict)
-    """Session -> shift of its turns' ids."""
-    tree_sizes: list[int] = field(default_factory=list)
-    """Turns of each tree."""
-    counters: list[dict[str, float]] = field(default_factory=list)
-    """What each tree cost."""
-    failures: list[str] = field(default_factory=list)
-    asked_scores: list[float] = field(default_factory=list)
-    """Scores of the decision points that an online selector was asked about."""
+    trees: Mapping[str, Tree] = field(default_factory=dict)
+    """By session, in the order of the turns: what it was made of, for what is known of a whole tree."""
 
     def __post_init__(self) -> None:
         n, size = self.parent.numel(), self.leaf_return.numel()
@@ -87,65 +82,55 @@ class Forest:
         """bool [N]: the turn continues its parent's trajectory."""
         return (self.parent != ROOT) & (self.trajectory[self.parent] == self.trajectory)
 
+    @classmethod
+    def of(cls, trees: Mapping[str, Tree], prompts: Mapping[str, str]) -> Forest:
+        """The forest of a batch, ids shifted to be global.
 
-def build_batch(sessions: dict[str, dict[str, Any]], prompts: dict[str, str]) -> Forest:
-    """Concatenate trees.
+        Args:
+            trees: by session; skeletons will do.
+            prompts: the id of each session's prompt.
+        """
+        turns: list[tuple] = []
+        leaves: list[tuple] = []
+        numbers: dict[str, int] = {}
+        nan = float("nan")
+        for session, tree in trees.items():
+            shift, leaf_shift = len(turns), len(leaves)
+            prompt = numbers.setdefault(prompts[session], len(numbers))
+            for node, exchangeable in zip(tree.nodes, tree.exchangeable()):
+                turns.append((
+                    node.parent + shift if node.parent != ROOT else ROOT, node.trajectory + leaf_shift, prompt, exchangeable,
+                    node.reward, nan if node.score is None else node.score,
+                    nan if node.state_value is None else node.state_value,
+                ))  # fmt: skip
+            for t in tree.trajectories:
+                found = (tree.trajectory_return(t), tree.won(t), tree.depth(t.leaf)) if t.usable else (0.0, False, 0)
+                leaves.append((t.usable, t.end == "truncated", *found))
+        parent, trajectory, prompt_id, fair, reward, score, state_value = zip(*turns) if turns else [()] * 7
+        usable, truncated, leaf_return, won, depth = zip(*leaves) if leaves else [()] * 5
 
-    Args:
-        sessions: per session the record that travelled with its first row (``topology``, ``counters``, ``failures``
-            and, from a rollout, ``scores``).
-        prompts: per session the id of its prompt.
-    """
-    turns: dict[str, list] = {k: [] for k in ("parent", "trajectory", "exchangeable", "score", "state_value", "reward")}
-    leaves: dict[str, list] = {k: [] for k in ("leaf_return", "usable", "truncated", "won", "depth")}
-    prompt, offset, sizes, counters, failures, asked = [], {}, [], [], [], []
-    numbers: dict[str, int] = {}
-    for session, record in sessions.items():
-        tree = record["topology"]
-        shift, leaf_shift = len(turns["parent"]), len(leaves["leaf_return"])
-        offset[session] = shift
-        sizes.append(len(tree["parent"]))
-        turns["parent"] += [p + shift if p >= 0 else -1 for p in tree["parent"]]
-        turns["trajectory"] += [t + leaf_shift for t in tree["trajectory"]]
-        for key in ("exchangeable", "reward"):
-            turns[key] += tree[key]
-        for key in ("score", "state_value"):
-            turns[key] += [float("nan") if x is None else x for x in tree[key]]
-        for key in leaves:
-            leaves[key] += tree[key]
-        prompt += [numbers.setdefault(prompts[session], len(numbers))] * len(tree["parent"])
-        counters.append(record["counters"])
-        failures += record["failures"]
-        asked += record.get("scores", [])
-    integer, boolean, real = torch.long, torch.bool, torch.float64
-    return Forest(
-        parent=torch.tensor(turns["parent"], dtype=integer),
-        trajectory=torch.tensor(turns["trajectory"], dtype=integer),
-        prompt=torch.tensor(prompt, dtype=integer),
-        exchangeable=torch.tensor(turns["exchangeable"], dtype=boolean),
-        reward=torch.tensor(turns["reward"], dtype=real),
-        score=torch.tensor(turns["score"], dtype=real),
-        state_value=torch.tensor(turns["state_value"], dtype=real),
-        leaf_return=torch.tensor(leaves["leaf_return"], dtype=real),
-        usable=torch.tensor(leaves["usable"], dtype=boolean),
-        truncated=torch.tensor(leaves["truncated"], dtype=boolean),
-        won=torch.tensor(leaves["won"], dtype=boolean),
-        depth=torch.tensor(leaves["depth"], dtype=integer),
-        offset=offset,
-        tree_sizes=sizes,
-        counters=counters,
-        failures=failures,
-        asked_scores=asked,
-    )
+        def tensor(dtype: torch.dtype, **columns: tuple) -> dict[str, Tensor]:
+            return {name: torch.tensor(values, dtype=dtype) for name, values in columns.items()}
 
+        return cls(
+            **tensor(torch.int64, parent=parent, trajectory=trajectory, prompt=prompt_id, depth=depth),
+            **tensor(torch.bool, exchangeable=fair, usable=usable, truncated=truncated, won=won),
+            **tensor(torch.float64, reward=reward, score=score, state_value=state_value, leaf_return=leaf_return),
+            trees=trees,
+        )
 
-def spread(values: torch.Tensor, nodes: list[int], starts: list[int], ends: list[int], length: int) -> torch.Tensor:
-    """Per-turn ``values`` on the tokens of one row: [length], value of turn ``nodes[i]`` on ``starts[i]:ends[i]``, 0
-    elsewhere."""
-    out = torch.zeros(length, dtype=values.dtype)
-    if nodes:
-        begin = torch.tensor(starts)
-        lengths = torch.tensor(ends) - begin
-        first = torch.repeat_interleave(begin - (lengths.cumsum(0) - lengths), lengths)
-        out[first + torch.arange(int(lengths.sum()))] = torch.repeat_interleave(values[torch.tensor(nodes)], lengths)
-    return out
+    @cached_property
+    def turns(self) -> dict[str, slice]:
+        """Session -> its turns among the N."""
+        sizes = [len(tree.nodes) for tree in self.trees.values()]
+        return {s: slice(end - size, end) for s, size, end in zip(self.trees, sizes, accumulate(sizes))}
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Of all trees."""
+        return [failure for tree in self.trees.values() for failure in tree.failures]
+
+    @property
+    def asked_scores(self) -> list[float]:
+        """Of all trees."""
+        return [score for tree in self.trees.values() for score in tree.asked_scores]

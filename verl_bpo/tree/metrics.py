@@ -22,14 +22,14 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
     """Shape, cost and failures of this step's trees. Means are over trees; times are seconds in all."""
 
     def total(key: str) -> float:
-        return float(sum(c.get(key, 0) for c in forest.counters))
+        return float(sum(tree.counters.get(key, 0) for tree in forest.trees.values()))
 
-    trees = max(len(forest.counters), 1)
+    trees = max(len(forest.trees), 1)
     usable = forest.usable
     branching = _branching_turns(forest)
     scored, valued = ~forest.score.isnan(), ~forest.state_value.isnan()
     found = {
-        "tree/trees": float(len(forest.counters)),
+        "tree/trees": float(len(forest.trees)),
         "tree/leaves": float(usable.sum()) / trees,
         "tree/turns": len(forest.parent) / trees,
         "tree/depth": _mean(forest.depth[usable].double()),

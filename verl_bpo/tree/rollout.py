@@ -20,7 +20,7 @@ from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, 
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation, Prompter
 from verl_bpo.tree.selectors import Candidate, OnlineSelector, branch_score, decision_score, online_selector, rank
-from verl_bpo.tree.topology import ROOT, Node, Tree
+from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,6 @@ class TreeRollout:
         self._snapshots: list[Snapshot] = []
         self._tasks: set[asyncio.Task] = set()
         self._calls: set[Future] = set()
-        self.failures: list[str] = []
-        self.scores: list[float] = []
-        """Scores of the decision points that the online selector was asked about."""
 
     async def run(self, task: str, seed: int = 0) -> Tree:
         """Roll the tree.
@@ -345,7 +342,7 @@ class TreeRollout:
     def _chosen(self, score: float, depth: int, place: str) -> bool:
         if self.selector is None:
             return False
-        self.scores.append(score)
+        self.tree.asked_scores.append(score)
         return self.selector(score, depth, self.chance(place))
 
     def _room(self, conversation: Conversation) -> int:
@@ -363,7 +360,7 @@ class TreeRollout:
 
     def _lost(self, index: int, error: Exception) -> None:
         self.tree.trajectories[index].end = "failed"
-        self.failures.append(f"{type(error).__name__}: {error}")
+        self.tree.failures.append(Failure.of(error, index))
         logger.warning("task %s: branch %d lost: %s: %s", self.task, index, type(error).__name__, error)
 
     # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.

@@ -6,31 +6,96 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from verl_bpo.tree.plain import read
 from verl_bpo.tree.topology import Tree
 
 BRANCH_LIMIT = "branch_limit"
 """Field of a prompt row: the limit that selector ``quantile`` has learnt so far."""
 
 
-@dataclass
-class Row:
-    """``response_mask`` and ``logprobs`` have one entry per response token; observation tokens carry 0 in both.
+LOST = -1
+"""Trajectory of the row that stands for a tree all of whose trajectories were lost."""
 
-    ``nodes`` are the turns that this row trains; turn i covers response tokens ``starts[i] : ends[i]``.
-    """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    logprobs: list[float]
+@dataclass(frozen=True)
+class RowSpans:
+    """Which turns a row trains: turn ``nodes[i]`` on response tokens ``starts[i] : ends[i]``. Travels with the row."""
+
     trajectory: int
+    """Of its tree; :data:`LOST` where the row has none."""
     nodes: list[int]
     starts: list[int]
     ends: list[int]
+    length: int
+    """Response tokens, observations among them."""
+
+    @classmethod
+    def none(cls, length: int) -> RowSpans:
+        """Of a row that trains nothing."""
+        return cls(LOST, [], [], [], length)
+
+    def shifted(self, offset: int) -> RowSpans:
+        """With the turns' numbers in the forest, where this tree's begin at ``offset``."""
+        return replace(self, nodes=[node + offset for node in self.nodes])
+
+    def numbered(self) -> RowSpans:
+        """With turns numbered within the row, from 0."""
+        return replace(self, nodes=list(range(len(self.nodes))))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[length]: per-turn ``values`` [N] on the row's tokens, 0 elsewhere."""
+        out = torch.zeros(self.length, dtype=values.dtype)
+        if self.nodes:
+            begin = torch.tensor(self.starts)
+            lengths = torch.tensor(self.ends) - begin
+            first = torch.repeat_interleave(begin - (lengths.cumsum(0) - lengths), lengths)
+            own = values[torch.tensor(self.nodes)]
+            out[first + torch.arange(int(lengths.sum()))] = torch.repeat_interleave(own, lengths)
+        return out
+
+    def mask(self) -> Tensor:
+        """int64 [length]: 1 on the tokens that the row trains."""
+        return self.numbered().spread(torch.ones(len(self.nodes), dtype=torch.int64))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> RowSpans:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: a field is missing or unknown, or the spans don't follow one another within ``length``.
+        """
+        row = read(cls, data, "a row's spans")
+        edges = [0, *(edge for span in zip(row.starts, row.ends) for edge in span), row.length]
+        if not len(row.nodes) == len(row.starts) == len(row.ends) or edges != sorted(edges):
+            raise ValueError(
+                f"a row's spans {row.starts} to {row.ends} don't follow one another in {row.length} tokens"
+            )
+        return row
+
+
+@dataclass
+class Row:
+    """``logprobs`` has one entry per response token; 0 at tokens that the row doesn't train."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    logprobs: list[float]
+    spans: RowSpans
     num_turns: int
+
+    @property
+    def response_mask(self) -> list[int]:
+        """One entry per response token: 1 where the row trains it."""
+        return self.spans.mask().tolist()
 
 
 def tree_rows(tree: Tree, windowed: bool = False) -> list[Row]:
@@ -50,56 +115,26 @@ def tree_rows(tree: Tree, windowed: bool = False) -> list[Row]:
 
 
 def _leaf_row(tree: Tree, index: int, path: list[int]) -> Row:
-    row = Row(list(tree.prompt_ids), [], [], [], index, [], [], [], len(path))
-    for position, node_id in enumerate(path):
+    response, logprobs, nodes, starts, ends = [], [], [], [], []
+    for node_id in path:
         node = tree.nodes[node_id]
         own = node.trajectory == index
+        start, end = len(response), len(response) + len(node.action_ids)
+        response += node.action_ids
+        logprobs += node.action_logprobs if own else [0.0] * len(node.action_ids)
         if own:
-            row.nodes.append(node_id)
-            row.starts.append(len(row.response_ids))
-        row.response_ids += node.action_ids
-        row.response_mask += [int(own)] * len(node.action_ids)
-        row.logprobs += node.action_logprobs if own else [0.0] * len(node.action_ids)
-        if own:
-            row.ends.append(len(row.response_ids))
-        if position < len(path) - 1:
-            row.response_ids += node.observation_ids
-            row.response_mask += [0] * len(node.observation_ids)
-            row.logprobs += [0.0] * len(node.observation_ids)
-    return row
+            nodes.append(node_id)
+            starts.append(start)
+            ends.append(end)
+        if node_id != path[-1]:
+            response += node.observation_ids
+            logprobs += [0.0] * len(node.observation_ids)
+    spans = RowSpans(index, nodes, starts, ends, len(response))
+    return Row(list(tree.prompt_ids), response, logprobs, spans, len(path))
 
 
 def _turn_row(tree: Tree, index: int, node_id: int, turns: int) -> Row:
     node = tree.nodes[node_id]
     length = len(node.action_ids)
-    return Row(
-        list(node.prompt_ids), list(node.action_ids), [1] * length, list(node.action_logprobs), index, [node_id], [0],
-        [length], turns,
-    )  # fmt: skip
-
-
-def topology(tree: Tree) -> dict[str, Any]:
-    """What the estimators need of a tree, as plain lists: the fields that travel with its first row.
-
-    ``parent``, ``trajectory``, ``exchangeable``, ``reward``: one entry per turn; ``leaf_return``, ``usable``, ``won``: one per
-    trajectory. ``score`` is the entropy signal of each turn's state, ``state_value`` what the rollout engine's value
-    readout said of it; None where there is none.
-    """
-    starts = {t.start for t in tree.trajectories}
-    continues = [i not in starts for i in range(len(tree.nodes))]
-    usable = [t.usable for t in tree.trajectories]
-    return {
-        "parent": [n.parent for n in tree.nodes],
-        "trajectory": [n.trajectory for n in tree.nodes],
-        "exchangeable": [
-            not trunk or tree.trunk_exchangeable.get(node.parent, True) for trunk, node in zip(continues, tree.nodes)
-        ],
-        "reward": [n.reward for n in tree.nodes],
-        "score": [n.score for n in tree.nodes],
-        "state_value": [n.state_value for n in tree.nodes],
-        "leaf_return": [tree.trajectory_return(t) if u else 0.0 for t, u in zip(tree.trajectories, usable)],
-        "usable": usable,
-        "won": [u and tree.won(t) for t, u in zip(tree.trajectories, usable)],
-        "truncated": [t.end == "truncated" for t in tree.trajectories],
-        "depth": [tree.depth(t.leaf) if u else 0 for t, u in zip(tree.trajectories, usable)],
-    }
+    spans = RowSpans(index, [node_id], [0], [length], length)
+    return Row(list(node.prompt_ids), list(node.action_ids), list(node.action_logprobs), spans, turns)

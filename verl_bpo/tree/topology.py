@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from verl_bpo.sandbox.base import is_won
+from verl_bpo.tree.plain import read
 
 ROOT = -1
 """Parent of a node whose action was taken in the initial state."""
@@ -71,9 +72,30 @@ class Trajectory:
         return self.leaf >= 0 and self.end in ("terminated", "truncated")
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What a branch, or the whole tree, was lost to."""
+
+    kind: str
+    """Name of the error's class."""
+    message: str
+    trajectory: int | None = None
+    """The branch; None where no world could be opened."""
+
+    @classmethod
+    def of(cls, error: Exception, trajectory: int | None = None) -> Failure:
+        return cls(type(error).__name__, str(error), trajectory)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
 @dataclass
 class Tree:
-    """All turns sampled for one task, in the order they were sampled (a parent always precedes its children)."""
+    """All turns sampled for one task, in the order they were sampled (a parent always precedes its children).
+
+    The one form of a tree from the rollout to the report; a :meth:`skeleton` of it travels to the trainer.
+    """
 
     prompt_ids: list[int]
     nodes: list[Node] = field(default_factory=list)
@@ -82,6 +104,12 @@ class Tree:
     """Per branch point (the node after which it lies, or ROOT): may the trunk's own continuation stand among the siblings?
     True only when the point was chosen from the state alone."""
     counters: dict[str, float] = field(default_factory=dict)
+    """What the tree cost."""
+    failures: list[Failure] = field(default_factory=list)
+    asked_scores: list[float] = field(default_factory=list)
+    """Scores of the decision points that an online selector was asked about."""
+    fatal: str | None = None
+    """Why no other rollout of this run would fare better: the run has to stop."""
 
     def add_trajectory(self, parent: int = ROOT) -> int:
         self.trajectories.append(Trajectory(parent=parent))
@@ -138,14 +166,46 @@ class Tree:
         """Whether the task was done; see :func:`verl_bpo.sandbox.base.is_won`."""
         return is_won(trajectory.info, self.trajectory_return(trajectory))
 
+    def exchangeable(self) -> list[bool]:
+        """Per turn: was its action a fair draw from the policy given its state? A trunk's at a branch point may not be."""
+        starts = {t.start for t in self.trajectories}
+        return [i in starts or self.trunk_exchangeable.get(node.parent, True) for i, node in enumerate(self.nodes)]
+
+    def skeleton(self) -> Tree:
+        """The same tree without tokens and texts: all that estimators and metrics need, small enough to travel with a row."""
+        bare = {
+            "action_ids": [], "action_logprobs": [], "action_entropy": [], "observation_ids": [], "prompt_ids": None,
+            "action_text": "", "observation_text": "", "actions": None,
+        }  # fmt: skip
+        return replace(
+            self,
+            prompt_ids=[],
+            nodes=[replace(node, **bare) for node in self.nodes],
+            trajectories=[replace(t, info={"won": self.won(t)} if t.usable else {}) for t in self.trajectories],
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON. Inverse of :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Tree:
-        data = dict(data)
-        data["nodes"] = [Node(**{**n, "actions": tuple(n["actions"]) if n["actions"] else None}) for n in data["nodes"]]
-        data["trajectories"] = [Trajectory(**t) for t in data["trajectories"]]
-        data["trunk_exchangeable"] = {int(k): v for k, v in data["trunk_exchangeable"].items()}
-        return cls(**data)
+    def from_dict(cls, data: Any) -> Tree:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: ``data`` is no tree: a field is missing or unknown, or ids don't make one. One line that says which.
+        """
+        tree = read(cls, data, "a tree", needed=("nodes", "trajectories", "trunk_exchangeable", "counters"))
+        nodes = [read(Node, node, f"turn {i} of a tree") for i, node in enumerate(tree.nodes)]
+        trajectories = [read(Trajectory, t, f"trajectory {i} of a tree") for i, t in enumerate(tree.trajectories)]
+        tree.failures = [read(Failure, failure, "a failure of a tree") for failure in tree.failures]
+        tree.trunk_exchangeable = {int(point): yes for point, yes in tree.trunk_exchangeable.items()}
+        tree.nodes, tree.trajectories = [], [replace(t, start=-1, leaf=-1) for t in trajectories]
+        for i, node in enumerate(nodes):
+            if not 0 <= node.trajectory < len(trajectories) or not ROOT <= node.parent < i:
+                raise ValueError(f"turn {i} of a tree has trajectory {node.trajectory} and parent {node.parent}")
+            node.actions = tuple(node.actions) if node.actions else None
+            tree.add_node(node)
+        if tree.trajectories != trajectories:
+            raise ValueError("the trajectories of a tree don't start and end where its turns say")
+        return tree

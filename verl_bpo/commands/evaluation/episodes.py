@@ -70,10 +70,10 @@ async def play(
         async def one(index: int, number: int) -> None:
             nonlocal won
             row = panel[index]
-            tree, failures = await rollouts.tree(row.env, row.task, row.seed, f"{index}/{number}")
+            tree = await rollouts.tree(row.env, row.task, row.seed, f"{index}/{number}")
             bar.update()
             if not any(tree.usable()):
-                lost.extend(f"{row.task}: {failure}" for failure in failures)
+                lost.extend(f"{row.task}: {failure}" for failure in tree.failures)
                 return
             episode = _episode(tree, index, number)
             file.write(json.dumps(asdict(episode)) + "\n")
