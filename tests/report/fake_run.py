@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.record import TreeRecord, dump_advantages
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 PLACES = ["fridge 1", "cabinet 3", "sink basin", "desk 1", "garbage can", "drawer 2", "microwave"]
@@ -101,23 +102,32 @@ def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str)
         (folder / kind).mkdir(parents=True, exist_ok=True)
     for step, prompts in steps.items():
         records = [
-            {"step": step, "uid": f"uid-{step}-{p}", "session": s, "env": "fake", "task": f"games/train/task-{p}.z8",
-             "tree": tree.to_dict()}
+            TreeRecord(step, f"uid-{step}-{p}", s, "fake", f"games/train/task-{p}.z8", tree)
             for p, trees in enumerate(prompts) for s, tree in enumerate(trees)
         ]  # fmt: skip
-        flat = [tree for trees in prompts for tree in trees]
-        names = [f"{r['uid']}_{r['session']}" for r in records]
-        batch = Forest.of(dict(zip(names, flat)), {n: r["uid"] for n, r in zip(names, records)})
+        names = [f"{r.uid}_{r.session}" for r in records]
+        batch = Forest.of({n: r.tree for n, r in zip(names, records)}, {n: r.uid for n, r in zip(names, records)})
         result = sibling_advantages(batch, **options)
         with open(folder / "trees" / f"{step:06d}-17.jsonl", "w") as file:
-            file.writelines(json.dumps(r) + "\n" for r in records)
-        with open(folder / "advantages" / f"{step:06d}.jsonl", "w") as file:
-            for name, record in zip(names, records):
-                own = batch.turns[name]
-                line = {k: record[k] for k in ("step", "uid", "session")} | {"options": options}
-                line |= {k: getattr(result, k)[own].tolist() for k in ("advantage", "weight", "valid")}
-                file.write(json.dumps(line) + "\n")
+            file.writelines(json.dumps(r.to_dict()) + "\n" for r in records)
+        made = [result.record(batch.turns[n], step, r.uid, r.session, options) for n, r in zip(names, records)]
+        dump_advantages(folder, step, made)
     return folder
+
+
+def as_release_0_1(folder: Path) -> None:
+    """Leave of a dump what 0.1 wrote."""
+    for kind, drop in (("advantages", lambda r: r.pop("comparison")), ("trees", _forget)):
+        for path in (folder / kind).glob("*.jsonl"):
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            for line in lines:
+                drop(line)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _forget(record: dict) -> None:
+    for name in ("failures", "asked_scores", "fatal"):
+        del record["tree"][name]
 
 
 def small_steps(seed: int = 0, count: int = 3) -> dict[int, list[list[Tree]]]:

@@ -1,15 +1,18 @@
 """The page of trees: its content, and what a real browser makes of it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 
 import pytest
-from fake_run import FakeRollout, small_steps, write_dump
+from fake_run import FakeRollout, as_release_0_1, small_steps, write_dump
 
 from verl_bpo.report.dump import Dump
+from verl_bpo.report.recompute import recompute
 from verl_bpo.report.trees import histogram, survey, write_page
+from verl_bpo.tree.record import set_aside
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -97,7 +100,7 @@ def test_an_observation_cannot_end_the_script(page):
 
 def test_data_holds_every_turn_with_its_advantage(page, dump):
     shown = read_data(page.read_text())["trees"]
-    records = {r.key: r for r in Dump(dump)}
+    records = {d.record.key: d for d in Dump(dump)}
     assert {(t["step"], t["uid"], t["session"]) for t in shown} == set(records)
     for tree in shown:
         dumped = records[tree["step"], tree["uid"], tree["session"]].advantages
@@ -146,6 +149,44 @@ def test_a_half_written_last_line_loses_itself_alone(tmp_path):
     assert dump.broken == {"000001-17.jsonl:4", "000001.jsonl:4"}
 
 
+def test_trees_of_interrupted_tries_are_not_counted(tmp_path, report, capsys):
+    """A resumed run rolls a step again: new prompts ids, or the same ones where verl kept them."""
+    folder = write_dump(tmp_path / "dump", small_steps(count=2))
+    path = folder / "trees" / "000002-17.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    early = [{**line, "uid": f"{line['uid']}-of-the-first-try"} for line in lines[:2]] + [lines[3] | {"task": "first"}]
+    (first := folder / "trees" / "000002-9.jsonl").write_text("".join(json.dumps(line) + "\n" for line in early))
+    os.utime(first, (1, 1))
+    dump = Dump(folder)
+    assert len(list(dump)) == survey(dump).trees == 8 and dump.left_out == 3
+    assert "first" not in {d.record.task for d in dump}
+    assert report("trees", folder, "--out", tmp_path / "t.html") == 0
+    out = capsys.readouterr().out
+    assert "8 trees, 8 of them" in out and "left out: 3 trees of an interrupted try" in out
+    (folder / "advantages" / "000002.jsonl").unlink()  # where no advantages tell them apart, the same tree is one still
+    assert len(list(Dump(folder))) == 10
+
+
+def test_a_run_that_takes_steps_again_sets_the_old_ones_aside(tmp_path):
+    folder = write_dump(tmp_path / "dump", small_steps(count=3))
+    for _ in range(2):
+        set_aside(folder, after=1)
+        assert sorted(p.name for p in folder.rglob("*.jsonl") if p.parent.parent == folder) == [
+            "000001-17.jsonl", "000001.jsonl",
+        ]  # fmt: skip
+        assert len(list((folder / "aside-1").rglob("*.jsonl"))) == 4
+    assert len(list(Dump(folder / "aside-1"))) == 8
+
+
+def test_a_dump_of_release_0_1_still_opens(tmp_path):
+    folder = write_dump(tmp_path / "dump", small_steps(count=1), leaf_return="tree_mean")
+    as_release_0_1(folder)
+    write_page(Dump(folder), tmp_path / "t.html")
+    for tree in read_data((tmp_path / "t.html").read_text())["trees"]:
+        assert tree["why"] is None and any(tree["advantage"])
+    assert [check.matches for check in recompute(folder)] == [True]
+
+
 def test_an_empty_folder_says_which_folder_is_wanted(tmp_path, report):
     with pytest.raises(FileNotFoundError, match="bpo.dump_dir"):
         report("trees", tmp_path, "--out", tmp_path / "t.html")
@@ -185,6 +226,14 @@ def test_browser_draws_every_turn_and_explains_each_as_dumped(page, tmp_path):
 )
 def test_browser_explains_other_estimators_as_dumped(options, tmp_path):
     write_page(Dump(write_dump(tmp_path / "dump", small_steps(count=1), **options)), tmp_path / "t.html")
+    result = walk(tmp_path / "t.html", tmp_path)
+    assert result["visited"] > 100 and result["doubts"] == []
+
+
+@browser_test
+def test_browser_opens_a_dump_of_release_0_1(tmp_path):
+    as_release_0_1(write_dump(tmp_path / "dump", small_steps(count=1)))
+    write_page(Dump(tmp_path / "dump"), tmp_path / "t.html")
     result = walk(tmp_path / "t.html", tmp_path)
     assert result["visited"] > 100 and result["doubts"] == []
 

@@ -14,12 +14,13 @@ Marked [ours] below is what goes beyond the paper. What holds under which condit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.record import AdvantageRecord, ComparisonRecord
 from verl_bpo.tree.topology import ROOT
 
 Baseline = Literal["loo", "mean", "shrunk", "trajectory"]
@@ -62,6 +63,23 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """How each turn's advantage came out, for people: ``value`` of its head less ``baseline``, before ``normalize`` and
+    ``center``."""
+
+    head: Tensor
+    """int64 [N]: first turn of the turn's segment; the turn itself where its trajectory was lost."""
+    value: Tensor
+    """[N]: the turn's return as a sibling, by ``leaf_return``; NaN where its trajectory was lost."""
+    baseline: Tensor
+    """[N]: NaN where not valid."""
+    compared: Tensor
+    """int64 [N]: siblings that the baseline is a mean of (with ``shrunk``: before it is drawn towards the one above)."""
+    fair: Tensor
+    """bool [N]: the turn may stand in its siblings' baseline."""
+
+
+@dataclass(frozen=True)
 class TurnAdvantages:
     """Per-turn result, in the dtype of the leaf returns."""
 
@@ -73,6 +91,18 @@ class TurnAdvantages:
     """bool [N]: False where nothing defines an advantage. Such turns must leave the loss and its denominator: a zero
     that stays in dilutes a token mean."""
     diagnostics: Diagnostics
+    comparison: Comparison
+
+    def record(self, turns: slice, step: int, uid: str, session: int, options: dict[str, Any]) -> AdvantageRecord:
+        """What is dumped of one tree, whose turns are ``turns``."""
+
+        def plain(values: Tensor) -> list:
+            return [None if x != x else x for x in values[turns].tolist()]
+
+        found = {name: plain(values) for name, values in vars(self.comparison).items()}
+        found["head"] = [head - turns.start for head in found["head"]]
+        lists = (plain(self.advantage), plain(self.weight), plain(self.valid))
+        return AdvantageRecord(step, uid, session, options, *lists, ComparisonRecord(**found))
 
 
 def sibling_advantages(
@@ -197,6 +227,15 @@ def sibling_advantages(
 
     valid = torch.zeros_like(usable).index_put((member,), others > 0)[head]
     raw = torch.zeros_like(returns).index_put((member,), raw_m)[head]
+    compared = torch.zeros_like(head).index_put((member,), (n_fair if baseline == "mean" else others).long())[head]
+    itself = torch.arange(head.numel(), device=head.device)
+    comparison = Comparison(
+        head=torch.where(usable, head, itself),
+        value=returns.masked_fill(~usable, torch.nan),
+        baseline=(returns[head] - raw).masked_fill(~valid, torch.nan),
+        compared=compared.masked_fill(~valid, 0),
+        fair=fair,
+    )
     advantage = torch.zeros_like(returns).index_put((member,), scaled_m)[head]
 
     count = valid.sum().clamp(min=1)
@@ -226,6 +265,7 @@ def sibling_advantages(
             advantage_mean=mean,
             advantage_std=std,
         ),
+        comparison=comparison,
     )
 
 
@@ -313,10 +353,10 @@ def _prefix_explained_share(leaf: Tensor, point: Tensor, prompt: Tensor, started
     """See :attr:`Diagnostics.prefix_explained_share`; all arguments [N], ``started`` is a trajectory's first turn."""
     kept = (started & (_sum_by(point, started)[point] > 1)).nonzero().squeeze(1)
     r, group, prompt = leaf[kept], *(x[kept].unique(return_inverse=True)[1] for x in (point, prompt))
-    n_g, n_p = group.bincount(), prompt.bincount()
+    n_g, n_p = (x.bincount().to(r.dtype) for x in (group, prompt))  # a quotient of integers would be float32
     mean_g = _sum_by(group, r) / n_g
     mean_p = _sum_by(prompt, r) / n_p
-    prompt_of_group = torch.empty_like(n_g).index_put_((group,), prompt)
+    prompt_of_group = prompt.new_empty(len(n_g)).index_put_((group,), prompt)
     free = (prompt_of_group.bincount() - 1).sum()
     total = ((r - mean_p[prompt]) ** 2).sum()
     if free == 0 or total <= _noise(r) ** 2 * (r**2).sum():

@@ -16,6 +16,8 @@ def _trees(arguments: argparse.Namespace) -> int:
     dump = Dump(arguments.dump, arguments.step)
     overview = write_page(dump, arguments.out, arguments.limit)
     print(f"{arguments.out}: {overview.trees} trees, {min(overview.trees, arguments.limit)} of them to look at")
+    if dump.left_out:
+        print(f"left out: {dump.left_out} trees of an interrupted try, which the run did not learn from")
     if arguments.png:
         _need("matplotlib")
         from verl_bpo.report.picture import write_picture

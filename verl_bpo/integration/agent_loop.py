@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 from zlib import crc32
@@ -22,6 +20,7 @@ from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.tree.prompting import Prompter
+from verl_bpo.tree.record import TreeRecord, dump_tree
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, Row, RowSpans, tree_rows
 from verl_bpo.tree.topology import Failure, Tree
@@ -183,15 +182,5 @@ class TreeAgentLoop(AgentLoopBase):
     def _dump(self, tree: Tree, row: dict[str, Any], env: str, task: str, validate: bool) -> None:
         if self.bpo.dump_dir is None or validate:
             return
-        folder = Path(self.bpo.dump_dir) / "trees"
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "step": int(row.get("global_steps") or 0),
-            "uid": str(row.get("uid")),
-            "session": int(row.get("session_id") or 0),
-            "env": env,
-            "task": task,
-            "tree": tree.to_dict(),
-        }
-        with open(folder / f"{record['step']:06d}-{os.getpid()}.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+        place = int(row.get("global_steps") or 0), str(row.get("uid")), int(row.get("session_id") or 0)
+        dump_tree(self.bpo.dump_dir, TreeRecord(*place, env, task, tree))

@@ -43,6 +43,7 @@ from verl_bpo.tree.metrics import (
     tree_metrics,
 )
 from verl_bpo.tree.prompting import PromptConfig, Prompter
+from verl_bpo.tree.record import dump_advantages, set_aside
 from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, RowSpans
 from verl_bpo.tree.selectors import ScoreMemory
 from verl_bpo.tree.topology import Tree
@@ -107,6 +108,11 @@ class TreeTrainer(PPOTrainerSync):
         super()._setup()
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         self.actor_rollout_wg.set_loss_fn(partial(policy_loss, config=actor))
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        if self.bpo.dump_dir is not None and not self.config.trainer.get("val_only", False):
+            set_aside(self.bpo.dump_dir, after=self.global_steps)
+        super().fit(agent_loop_manager)
 
     def on_step_begin(self) -> None:
         super().on_step_begin()
@@ -353,21 +359,14 @@ class TreeTrainer(PPOTrainerSync):
     def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], result: TurnAdvantages) -> None:
         if self.bpo.dump_dir is None:
             return
-        folder = Path(self.bpo.dump_dir) / "advantages"
-        folder.mkdir(parents=True, exist_ok=True)
         prompt_of = {_session(k): u for k, u in zip(keys, uids)}
-        with open(folder / f"{self.global_steps:06d}.jsonl", "w") as file:
-            for session, own in trees.turns.items():
-                record = {
-                    "step": self.global_steps,
-                    "uid": prompt_of[session],
-                    "session": int(session.rsplit("_", 1)[1]),
-                    "options": vars(self.bpo.advantage),
-                    "advantage": result.advantage[own].tolist(),
-                    "weight": result.weight[own].tolist(),
-                    "valid": result.valid[own].tolist(),
-                }
-                file.write(json.dumps(record) + "\n")
+        records = [
+            result.record(
+                turns, self.global_steps, prompt_of[session], int(session.rsplit("_", 1)[1]), vars(self.bpo.advantage)
+            )
+            for session, turns in trees.turns.items()
+        ]
+        dump_advantages(self.bpo.dump_dir, self.global_steps, records)
 
     # --- validation -------------------------------------------------------------------------------------------------
 

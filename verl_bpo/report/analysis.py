@@ -1,11 +1,11 @@
-"""One dumped tree, looked at: where its turns are drawn, who their siblings are, how each advantage came out."""
+"""One dumped tree, looked at: where its turns are drawn, who their siblings are, what was dumped of its advantages."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-from verl_bpo.report.dump import TreeRecord
+from verl_bpo.report.dump import DumpedTree
 from verl_bpo.tree.topology import ROOT, Tree
 
 
@@ -22,10 +22,12 @@ class RootSibling:
 class TreeView:
     """A tree with everything a reader asks of it. Lists have one entry per turn unless said otherwise."""
 
-    def __init__(self, record: TreeRecord) -> None:
-        self.record = record
-        self.tree: Tree = (tree := record.tree)
-        self.options = record.advantages.options if record.advantages else {}
+    def __init__(self, dumped: DumpedTree) -> None:
+        self.record, self.advantages = dumped.record, dumped.advantages
+        self.tree: Tree = (tree := dumped.tree)
+        self.options = dumped.advantages.options if dumped.advantages else {}
+        self.comparison = dumped.advantages.comparison if dumped.advantages else None
+        """How the advantages came out, as the run dumped it; None where it didn't."""
         self.whole = self.options.get("baseline") == "trajectory"
         """Whole rollouts are compared, wherever they forked."""
         self.usable_trajectory = [t.usable for t in tree.trajectories]
@@ -45,10 +47,9 @@ class TreeView:
                 self.groups[node.parent].append(i)
         self.leaf_return = [total[t.leaf] if u else None for t, u in zip(tree.trajectories, self.usable_trajectory)]
         """Per trajectory; None when it was lost."""
-        self.fair = self._fair()
-        """May stand in its siblings' baseline."""
-        self.value = self._values()
-        """The turn's return as a sibling, by ``leaf_return`` of the options; None when its trajectory was lost."""
+        own = [self.leaf_return[n.trajectory] for n in tree.nodes]
+        self.value = self.comparison.value if self.comparison else own
+        """The turn's return as a sibling; of its own leaf where the dump doesn't say. None when its trajectory was lost."""
         score = [n.score if n.score is not None else _mean(n.action_entropy) for n in tree.nodes]
         self.score = score
         """Branch score of the state, or where there is none the mean entropy (nats) of the action's tokens; or None."""
@@ -89,82 +90,9 @@ class TreeView:
             stack += [fork for node in own[trajectory] for fork in reversed(forks.get(node, ()))]
         return rows
 
-    def explain(self, roots: list[RootSibling]) -> list[Explanation]:
-        """How each turn's advantage comes out of its siblings' returns, recomputed from their definition.
-
-        Args:
-            roots: the prompt's group of first turns, of all its trees.
-        """
-        fair = {p: [self.value[m] for m in members if self.fair[m]] for p, members in self.groups.items()}
-        sizes = {p: len(members) for p, members in self.groups.items()}
-        fair[ROOT], sizes[ROOT] = [r.value for r in roots], len(roots)
-        out: list[Explanation] = []
-        for i, node in enumerate(self.tree.nodes):
-            if not self.usable[i]:
-                out.append(Explanation(i, None, None, 0))
-            elif self.whole:
-                out.append(out[node.parent] if self.trunk[i] else self._compare(i, fair[ROOT]))
-            elif sizes[node.parent] > 1:
-                out.append(self._compare(i, fair[node.parent]))
-            elif self.trunk[i]:
-                out.append(out[node.parent])
-            else:
-                out.append(Explanation(i, self.value[i], None, 0))
-        return out
-
-    def _compare(self, i: int, fair: list[float]) -> Explanation:
-        """Turn ``i`` against the ``fair`` returns of its group, its own among them if it is fair."""
-        if len(fair) == self.fair[i]:
-            return Explanation(i, self.value[i], None, 0)
-        if self.fair[i] and self.options.get("baseline") != "mean":
-            return Explanation(i, self.value[i], (sum(fair) - self.value[i]) / (len(fair) - 1), len(fair) - 1)
-        return Explanation(i, self.value[i], sum(fair) / len(fair), len(fair))
-
     def interest(self) -> float:
         """How much there is to see: the siblings' return variances, summed over branch points."""
         return sum(variance([self.value[i] for i in self.siblings(p)]) for p in [ROOT, *self.branch_points()])
-
-    def _fair(self) -> list[bool]:
-        rule = "always" if self.whole else self.options.get("trunk_in_siblings", "auto")
-        exchangeable = [
-            rule == "always" or not trunk or (rule != "never" and self.tree.trunk_exchangeable.get(node.parent, True))
-            for trunk, node in zip(self.trunk, self.tree.nodes)
-        ]
-        return [usable and fair for usable, fair in zip(self.usable, exchangeable)]
-
-    def _values(self) -> list[float | None]:
-        nodes = self.tree.nodes
-        values = [self.leaf_return[n.trajectory] for n in nodes]
-        if self.whole or self.options.get("leaf_return") != "tree_mean":
-            return values
-        # A trunk that is no fair draw carries the state's value alone, even where "never" keeps it out of baselines.
-        always = self.options.get("trunk_in_siblings") == "always"
-        for i in reversed(range(len(nodes))):
-            below = self.siblings(i)
-            own = [c for c in below if self.trunk[c]]
-            if self.usable[i] and own:
-                if not always and not self.tree.trunk_exchangeable.get(i, True):
-                    below = own
-                values[i] = sum(values[c] for c in below) / len(below)
-        return values
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """``advantage = value - baseline``, before any normalisation. With ``baseline=shrunk`` below a turn: before the siblings'
-    mean is drawn towards the baseline above, which takes all trees of the step."""
-
-    head: int
-    """First turn of the segment: the turn whose siblings decide."""
-    value: float | None
-    """Its return."""
-    baseline: float | None
-    """Mean return of the ``compared`` siblings; None where nothing defines an advantage."""
-    compared: int
-
-    @property
-    def advantage(self) -> float | None:
-        return None if self.baseline is None else self.value - self.baseline
 
 
 def variance(values: list[float]) -> float:

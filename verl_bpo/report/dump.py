@@ -8,44 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_bpo.tree.record import ADVANTAGES, TREES, AdvantageRecord, Key, TreeRecord
 from verl_bpo.tree.topology import Tree
 
-Key = tuple[int, str, int]
-"""(step, uid, session): one tree."""
-
 
 @dataclass(frozen=True)
-class TreeAdvantages:
-    """What the trainer made of one tree. Lists have one entry per turn."""
-
-    options: dict[str, str]
-    """The values of ``bpo.advantage`` they were computed with."""
-    advantage: list[float]
-    weight: list[float]
-    valid: list[bool]
-    """False where a turn was left out of the loss."""
-
-
-@dataclass(frozen=True)
-class TreeRecord:
+class DumpedTree:
     """One dumped tree. ``advantages`` is None when none were dumped for it."""
 
-    step: int
-    uid: str
-    """The prompt: the first turns of all trees of one (step, uid) are siblings."""
-    session: int
-    env: str
-    task: str
-    tree: Tree
-    advantages: TreeAdvantages | None
+    record: TreeRecord
+    advantages: AdvantageRecord | None
 
     @property
-    def key(self) -> Key:
-        return self.step, self.uid, self.session
+    def tree(self) -> Tree:
+        return self.record.tree
 
 
 class Dump:
     """A run's dump folder. Iterating reads the trees from disk, one at a time, so that long runs fit in memory.
+
+    A run that was killed and resumed may have rolled trees that it never learned from. They are left out: of two with one
+    key the one written first, and in a step with advantages all that have none.
 
     Args:
         folder: what ``bpo.dump_dir`` named.
@@ -58,36 +41,43 @@ class Dump:
     def __init__(self, folder: str | Path, step: int | None = None) -> None:
         self.folder = Path(folder)
         pattern = "*.jsonl" if step is None else f"{step:06d}*.jsonl"
-        self._files = sorted((self.folder / "trees").glob(pattern))
-        if not self._files:
+        files = sorted((self.folder / TREES).glob(pattern), key=lambda path: (path.stat().st_mtime, path.name))
+        if not files:
             what = "no trees/*.jsonl" if step is None else f"no trees of step {step}"
             raise FileNotFoundError(f"{folder} holds {what}: give the folder that bpo.dump_dir named in the run")
         self.broken: set[str] = set()
         """``file:line`` of every line that could not be read, such as the last one of a run that was killed."""
-        self.advantages: dict[Key, TreeAdvantages] = {}
-        for path in sorted((self.folder / "advantages").glob(pattern)):
-            for r in self._lines(path):
-                self.advantages[r["step"], r["uid"], r["session"]] = TreeAdvantages(
-                    dict(r["options"]), r["advantage"], r["weight"], [bool(v) for v in r["valid"]]
-                )
+        self.advantages: dict[Key, AdvantageRecord] = {}
+        for path in sorted((self.folder / ADVANTAGES).glob(pattern)):
+            for _, data in self._lines(path):
+                record = AdvantageRecord.from_dict(data)
+                self.advantages[record.key] = record
+        found = [((r["step"], r["uid"], r["session"]), (p, at)) for p in files for at, r in self._lines(p)]
+        trained = set(self.advantage_steps)
+        latest = {key: place for key, place in found if key in self.advantages or key[0] not in trained}
+        self.left_out = len(found) - len(latest)
+        """Trees of an interrupted try."""
+        self._places = sorted(latest.values(), key=lambda place: (place[0].name, place[1]))
 
     @property
     def advantage_steps(self) -> list[int]:
         """Training steps whose advantages were dumped, in order."""
         return sorted({step for step, _, _ in self.advantages})
 
-    def __iter__(self) -> Iterator[TreeRecord]:
-        for path in self._files:
-            for r in self._lines(path):
-                key = (r["step"], r["uid"], r["session"])
-                yield TreeRecord(*key, r["env"], r["task"], Tree.from_dict(r["tree"]), self.advantages.get(key))
+    def __iter__(self) -> Iterator[DumpedTree]:
+        for path, at in self._places:
+            with open(path, "rb") as file:
+                file.seek(at)
+                record = TreeRecord.from_dict(json.loads(file.readline()))
+            yield DumpedTree(record, self.advantages.get(record.key))
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(where it begins, what it holds) of every line that can be read."""
+        at = 0
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    record = json.loads(line)
+                    yield at, json.loads(line)
                 except ValueError:
                     self.broken.add(f"{path.name}:{number}")
-                    continue
-                yield record
+                at += len(line)

@@ -25,7 +25,7 @@ def write_picture(view: TreeView, roots: list[RootSibling], out: str | Path) -> 
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    tree, dumped = view.tree, view.record.advantages
+    tree, dumped = view.tree, view.advantages
     rows = view.rows()
     x, y = view.depth, [rows[n.trajectory] for n in tree.nodes]
     deepest, lowest = max(x, default=1), max(y, default=0)

@@ -1,15 +1,14 @@
-"""``verl-bpo report recompute``: every dumped advantage, computed again from the dumped trees."""
+"""``verl-bpo report recompute``: every dumped advantage, computed again from the dumped trees by another way."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.report.dump import Dump, TreeAdvantages, TreeRecord
-from verl_bpo.tree.forest import Forest
+from verl_bpo.report.dump import Dump
+from verl_bpo.report.slow_bpo import SlowAdvantages, slow_advantages
+from verl_bpo.tree.record import AdvantageRecord
 
 TOLERANCE = 1e-6
 """Largest difference that the order of a sum may make."""
@@ -47,35 +46,24 @@ def recompute(folder: str | Path) -> list[StepCheck]:
 
 
 def _check(dump: Dump, step: int) -> StepCheck:
-    wanted = {key: value for key, value in dump.advantages.items() if key[0] == step}
-    # A run that was resumed leaves trees of its first try, which no advantage was computed from.
-    records = {r.key: r for r in dump if r.key in wanted}
+    count = len(dump.advantages)
+    # A sibling that can't be read would shift every baseline of its prompt.
     if dump.broken:
-        # A sibling that can't be read would shift every baseline of its prompt.
-        return StepCheck(step, len(wanted), 0, np.nan, f"unreadable: {', '.join(sorted(dump.broken))}")
-    missing = len(wanted.keys() - records.keys())
-    if missing:
-        return StepCheck(step, len(wanted), 0, np.nan, f"the dump lacks {missing} of {len(wanted)} trees")
-    return StepCheck(step, len(wanted), *_difference(wanted, records))
+        return StepCheck(step, count, 0, math.nan, f"unreadable: {', '.join(sorted(dump.broken))}")
+    found = list(dump)
+    if missing := count - len(found):
+        return StepCheck(step, count, 0, math.nan, f"the dump lacks {missing} of {count} trees")
+    options = found[0].advantages.options
+    again = slow_advantages([(dumped.record.uid, dumped.tree) for dumped in found], **options)
+    turns = sum(len(dumped.tree.nodes) for dumped in found)
+    return StepCheck(step, count, turns, max(map(_difference, (d.advantages for d in found), again)))
 
 
-def _difference(wanted: dict[tuple, TreeAdvantages], records: dict[tuple, TreeRecord]) -> tuple[int, float]:
-    # In the trainer's own order, which fixes the order of its sums.
-    names = {f"{uid}_{session}": (step, uid, session) for step, uid, session in wanted}
-    trees = {name: records[key].tree for name, key in names.items()}
-    options = next(iter(wanted.values())).options
-    result = sibling_advantages(Forest.of(trees, {name: key[1] for name, key in names.items()}), **options)
-    advantage, weight, valid = (
-        np.array([x for w in wanted.values() for x in getattr(w, field)]) for field in ("advantage", "weight", "valid")
-    )
-    if len(valid) != len(result.valid):
-        return len(valid), np.inf
-    if not len(valid):
-        return 0, 0.0
-    if (valid != result.valid.numpy()).any():
-        return len(valid), np.inf
-    pairs = ((advantage, result.advantage), (weight, result.weight))
-    return len(valid), float(max(np.abs(dumped - again.numpy()).max() for dumped, again in pairs))
+def _difference(dumped: AdvantageRecord, again: SlowAdvantages) -> float:
+    if dumped.valid != again.valid:
+        return math.inf
+    pairs = [*zip(dumped.advantage, again.advantage), *zip(dumped.weight, again.weight)]
+    return max((abs(x - y) for x, y in pairs), default=0.0)
 
 
 def main(folder: str | Path) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from verl_bpo.report.analysis import RootSibling, TreeView, variance
-from verl_bpo.report.dump import Dump, Key
+from verl_bpo.report.dump import Dump
+from verl_bpo.tree.record import Key
 
 LONGEST_TEXT = 4000
 """Characters of an action or observation kept in the page."""
@@ -59,11 +60,11 @@ class Overview:
             if score is not None:
                 (self.at_branch if node.parent in points else self.elsewhere).append(score)
         self.roots[record.step, record.uid] += view.roots()
-        if record.advantages:
+        if view.advantages:
             self.turns += len(tree.nodes)
-            self.masked += len(tree.nodes) - sum(record.advantages.valid)
-            if record.advantages.options not in self.options:
-                self.options.append(record.advantages.options)
+            self.masked += len(tree.nodes) - sum(view.advantages.valid)
+            if view.options not in self.options:
+                self.options.append(view.options)
         self.interest[record.key] = (view.interest(), len(view.returns))
 
     @property
@@ -187,8 +188,8 @@ class Texts:
 
 def tree_payload(view: TreeView, roots: list[RootSibling], texts: Texts) -> dict[str, Any]:
     """Everything the page draws of one tree. Lists have one entry per turn; numbers are rounded for size."""
-    record, tree, dumped = view.record, view.tree, view.record.advantages
-    rows, why = view.rows(), view.explain(roots)
+    record, tree, dumped, why = view.record, view.tree, view.advantages, view.comparison
+    rows = view.rows()
     advantage = weight = None
     if dumped:
         advantage = [_round(a) if v else None for a, v in zip(dumped.advantage, dumped.valid)]
@@ -218,11 +219,15 @@ def tree_payload(view: TreeView, roots: list[RootSibling], texts: Texts) -> dict
         "reward": [_round(n.reward) for n in tree.nodes],
         "tokens": [[len(n.action_ids), n.cached_tokens, n.prefill_tokens] for n in tree.nodes],
         "valid_action": [int(n.valid_action) for n in tree.nodes],
-        "fair": [int(f) for f in view.fair],
         "value": [_round(v) for v in view.value],
-        "head": [e.head for e in why],
-        "baseline": [_round(e.baseline) for e in why],
-        "compared": [e.compared for e in why],
+        "why": {
+            "head": why.head,
+            "baseline": [_round(b) for b in why.baseline],
+            "compared": why.compared,
+            "fair": [int(f) for f in why.fair],
+        }
+        if why
+        else None,
         "roots": [[r.session, r.node, texts(r.action), _round(r.value)] for r in roots],
         "trajectories": [
             {
@@ -250,10 +255,10 @@ def write_page(dump: Dump, out: str | Path, limit: int = 50) -> Overview:
     overview = survey(dump)
     chosen = set(overview.choose(limit))
     texts, trees = Texts(), {}
-    for record in dump:
-        if record.key in chosen:
+    for dumped in dump:
+        if (record := dumped.record).key in chosen:
             roots = overview.roots[record.step, record.uid]
-            trees[record.key] = tree_payload(TreeView(record), roots, texts)
+            trees[record.key] = tree_payload(TreeView(dumped), roots, texts)
     trees = dict(sorted(trees.items()))
     environment = Environment(loader=PackageLoader("verl_bpo.report", ""), autoescape=True)
     # The page's JSON sits in a script element: the tojson filter escapes what could end it.
@@ -280,8 +285,8 @@ def survey(dump: Dump) -> Overview:
         ValueError: no line of the dump could be read.
     """
     overview = Overview()
-    for record in dump:
-        overview.add(TreeView(record))
+    for dumped in dump:
+        overview.add(TreeView(dumped))
     if not overview.trees:
         raise ValueError(f"{dump.folder} holds no readable tree ({len(dump.broken)} broken lines)")
     return overview
@@ -289,8 +294,8 @@ def survey(dump: Dump) -> Overview:
 
 def most_interesting(dump: Dump, overview: Overview) -> tuple[TreeView, list[RootSibling]]:
     """The tree to show when one has to do, with its prompt's group of first turns."""
-    record = next(r for r in dump if r.key == overview.most_interesting)
-    return TreeView(record), overview.roots[record.step, record.uid]
+    view = next(TreeView(d) for d in dump if d.record.key == overview.most_interesting)
+    return view, overview.roots[view.record.step, view.record.uid]
 
 
 def _round(value: float | None) -> float | None:
