@@ -1,5 +1,7 @@
 """The same tree trained as one row a leaf (``full``) and as one row a turn (``window``)."""
 
+import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +12,16 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_bpo.config.schema import build
+from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.config.schema import RunError, build
 from verl_bpo.integration import tree_trainer
+from verl_bpo.integration.agent_loop import TreeAgentLoop
 from verl_bpo.integration.sapo_trainer import SAPOTrainer
 from verl_bpo.integration.tree_trainer import TreeTrainer
 from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.record import AdvantageRecord
 from verl_bpo.tree.rows import tree_rows
-from verl_bpo.tree.topology import ROOT, Node, Tree
+from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 from verl_bpo.tree.trajectories import Trajectories
 
 
@@ -200,3 +205,50 @@ def test_rows_are_joined_by_their_number_and_split_back_in_their_own_order():
     assert joined.tolist() == [[6, 7, 8, 0, 12, 13, 9], [3, 4, 0, 0, 0, 0, 0]]
     assert trajectories.last == [3, 1]
     assert [tokens.tolist() for tokens in trajectories.split(joined)] == [[0], [3, 4], [6, 7, 8], [9], [12, 13]]
+
+
+def travel(tree: Tree) -> list:
+    """What the agent loop hands to verl for a tree."""
+    loop = object.__new__(TreeAgentLoop)
+    loop.prompter, loop.tokenizer = SimpleNamespace(windowed=False), SimpleNamespace(eos_token_id=2)
+    return loop._outputs(SimpleNamespace(versions={1}), tree)
+
+
+def test_a_tree_travels_with_its_first_row_and_padding_trains_nothing(monkeypatch, tmp_path):
+    """From the agent loop's output through JSON to the trainer, which finds in it what the whole tree says."""
+    tree, lost = (
+        nested_tree(),
+        Tree(prompt_ids=[], counters={"failed": 1}, failures=[Failure("SandboxCrashed", "gone")]),
+    )
+    outputs = {f"p_0_{i}": out for i, out in enumerate(travel(tree))} | {"q_0_0": travel(lost)[0]}
+    outputs["pad_0_0"] = outputs["p_0_0"]  # verl's padding rows copy the first row's fields, and have one token
+    masks = [torch.tensor(out.response_mask) for out in outputs.values()]
+    masks[-1] = torch.zeros(1, dtype=torch.int64)
+    fields = {
+        "uid": NonTensorStack(*[key[0] for key in outputs]),
+        "response_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
+        "extra_fields": NonTensorStack(*[json.loads(json.dumps(out.extra_fields)) for out in outputs.values()]),
+    }
+    monkeypatch.setattr(tree_trainer, "tq", FakeQueue(fields))
+    trainer = object.__new__(TreeTrainer)
+    trainer.bpo, trainer.global_steps, trainer.totals = build({"dump_dir": str(tmp_path)}, "paper"), 3, Counter()
+    trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator="bpo"))
+    trainer.memory, trainer._told_blind = None, True
+    found = {}
+    trainer._put = lambda batch, masks, metrics, **values: found.update(values, masks=masks)
+    tags = [{"is_padding": key == "pad_0_0"} for key in outputs]
+    batch = KVBatchMeta(keys=list(outputs), partition_id="train", tags=tags)
+    trainer._stop_if_hopeless(batch)
+    trainer._compute_advantage(batch, metrics := {})
+    expected = sibling_advantages(Forest.of({"p_0": tree}, {"p_0": "p"}))
+    for row, mask, advantage in zip(tree_rows(tree), found["masks"], found["advantages"]):
+        assert mask.tolist() == row.spans.spread(expected.valid.long()).tolist()
+        assert advantage.tolist() == row.spans.spread(expected.advantage).tolist()
+    assert not any(mask.any() for mask in found["masks"][-2:])
+    assert (metrics["tree/trees"], metrics["tree/failed_branches"], metrics["tree/padding_rows"]) == (2, 1, 1)
+    (own, none) = [json.loads(line) for line in (tmp_path / "advantages" / "000003.jsonl").read_text().splitlines()]
+    assert AdvantageRecord.from_dict(own).advantage == expected.advantage.tolist() and none["advantage"] == []
+    with pytest.raises(RunError, match="no such task"):
+        fields["extra_fields"] = NonTensorStack(*[out.extra_fields for out in travel(Tree([], fatal="no such task"))])
+        monkeypatch.setattr(tree_trainer, "tq", FakeQueue(fields))
+        trainer._stop_if_hopeless(KVBatchMeta(keys=["q_0_0"], partition_id="train", tags=[{}]))
