@@ -7,76 +7,18 @@ import pytest
 from shells import need_isolation
 
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
-from verl_bpo.envs.swebench.prepare import PrepareError, load_rows, prepare
-from verl_bpo.envs.swebench.scoring import grade, judged_changes, patched_files
+from verl_bpo.envs.swebench.patches import patched_files
+from verl_bpo.envs.swebench.prepare import prepare
+from verl_bpo.envs.swebench.rows import load_rows
 from verl_bpo.sandbox import MemorySandbox, TaskError
 from verl_bpo.shells.environment import SUBMIT
 
 INSTANCES = ("pallets__flask-5014", "pytest-dev__pytest-10081", "sympy__sympy-24443")
-needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("swebench") is None, reason="no swebench package: pip install verl_bpo[swe]"
-)
 
 
-def change(path, text="+x"):
-    return f"diff --git a/{path} b/{path}\nindex 1..2 100644\n--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-y\n{text}\n"
-
-
-def instance(patch="", test_patch="", **more):
-    return {
-        "patch": patch,
-        "test_patch": test_patch,
-        "repo": "pallets/flask",
-        "version": "2.3",
-        "instance_id": "i",
-        **more,
-    }
-
-
-def test_tests_and_their_configuration_arent_judged():
-    files = (
-        "src/a.py",
-        "tests/test_a.py",
-        "conftest.py",
-        "src/conftest.py",
-        "setup.cfg",
-        "sub/sitecustomize.py",
-        "x.pth",
-    )
-    kept, left_out = judged_changes(
-        "".join(map(change, files)), instance(patch=change("setup.cfg"), test_patch=change("tests/test_a.py"))
-    )
-    assert patched_files(kept) == ["src/a.py", "setup.cfg"]
-    assert left_out == ("tests/test_a.py", "conftest.py", "src/conftest.py", "sub/sitecustomize.py", "x.pth")
-
-
-def test_a_patch_that_speaks_of_diffs_is_not_torn_apart():
-    text = change("a.py", "+diff --git a/conftest.py b/conftest.py")
-    assert judged_changes(text, instance()) == (text, ())
-    spaced = change("a b/c d.py")
-    assert judged_changes(spaced, instance(test_patch=change("a b/c d.py")))[1] == ("a b/c d.py",)
-    assert judged_changes('diff --git "a/t\\303\\244.py" "b/t\\303\\244.py"\n+x\n', instance())[1] == ()
-
-
-@needs_package
-def test_the_verdict_is_the_benchmarks():
-    wanted = instance(FAIL_TO_PASS=["t.py::new"], PASS_TO_PASS=["t.py::old", "t.py::odd"])
-    log = "PASSED t.py::new\nPASSED t.py::old\nFAILED t.py::odd - boom\n"
-    verdict = grade(log, 1, wanted)
-    assert (verdict.resolved, verdict.share_fixed, verdict.failed) == (False, 1.0, ("t.py::odd",))
-    assert grade(log, 1, {**wanted, "excluded_pass_to_pass": ["t.py::odd"]}).resolved
-    assert not grade("PASSED t.py::old\n", 0, wanted).resolved, "a test that isn't there didn't pass"
-    assert grade("", 0, wanted).share_fixed == 0
-    forged = grade("PASSED t.py::new\nPASSED t.py::old\nPASSED t.py::odd\n", 1, wanted)
-    assert not forged.resolved and "no failed test" in forged.problem
-
-
-def test_bad_inputs_are_told(tmp_path):
+def test_a_missing_instance_is_told(tmp_path):
     with pytest.raises(TaskError, match="verl-bpo prepare swebench"):
         load_instance(tmp_path / "instance.json")
-    (tmp_path / "rows.jsonl").write_text('{"instance_id": "a"}\n')
-    with pytest.raises(PrepareError, match="isn't of SWE-bench's form: it has no base_commit"):
-        load_rows(str(tmp_path / "rows.jsonl"))
 
 
 # --- the real thing: three instances from PyPI's source packages ------------------------------------------------------

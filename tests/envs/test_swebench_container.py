@@ -16,8 +16,9 @@ from verl_bpo.config.schema import build
 from verl_bpo.envs.repair.generate import make_repairs
 from verl_bpo.envs.swebench.environment import SwebenchEnvironment, load_instance
 from verl_bpo.envs.swebench.images import Images
-from verl_bpo.envs.swebench.prepare import load_rows, prepare
+from verl_bpo.envs.swebench.prepare import prepare
 from verl_bpo.envs.swebench.prepare import test_command as command_of
+from verl_bpo.envs.swebench.rows import load_rows
 from verl_bpo.generation.pools import Pools, environment_kwargs
 from verl_bpo.sandbox import MemorySandbox, SandboxError, TaskError
 from verl_bpo.shells.container import ContainerConfig, _myself, has_image, reclaim, remove_image
@@ -49,6 +50,16 @@ def test_what_the_specification_sets_before_the_tests_are_lines_of_their_own():
     spec = {"eval_commands": ["export A=1", "false && true"], "test_cmd": "python -m pytest"}
     row = {**row_of(), "test_patch": "diff --git a/tests/test_a.py b/tests/test_a.py\n"}
     assert command_of(row, spec) == "export A=1\nfalse && true\npython -m pytest tests/test_a.py"
+
+
+def test_tests_that_are_removed_arent_run_and_odd_names_are_quoted():
+    removed = (
+        "diff --git a/t/old.py b/t/old.py\ndeleted file mode 100644\n--- a/t/old.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"
+    )
+    odd = 'diff --git "a/t/caf\\303\\251 1.py" "b/t/caf\\303\\251 1.py"\nnew file mode 100644\n'
+    moved = "diff --git a/t/b.py b/t/c.py\nrename from t/b.py\nrename to t/c.py\n"
+    row = {**row_of(), "test_patch": removed + odd + moved}
+    assert command_of(row, {"test_cmd": "pytest"}) == "pytest 't/café 1.py' t/c.py"
 
 
 def test_no_engine_is_said_once_and_at_once(tmp_path):
@@ -183,7 +194,7 @@ def test_an_instance_in_containers_end_to_end(environment, task, local):
     hook = "printf 'def pytest_runtest_call(item):\\n    item.obj = lambda *a, **k: None\\n'"
     assert play(environment, task, edit, f"{hook} | tee conftest.py > tests/conftest.py") == 0.0, "edited tests"
     assert play(environment, task, *OUTSIDE_THE_REPOSITORY) == 0.0, "replaced programs and packages"
-    assert play(environment, task, gold, "rm -rf .git") == 0.0, "nor with the repository gone"
+    assert play(environment, task, gold, "rm -rf .git") == 1.0, "files are judged, with the repository gone too"
     assert play(environment, task, edit, gold) == 1.0, "edited tests do no harm either"
     environment.close()
     assert left() == []

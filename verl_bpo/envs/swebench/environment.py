@@ -11,12 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from verl_bpo.envs.swebench.scoring import Verdict, score
+from verl_bpo.envs.swebench.scoring import TESTBED, Verdict, score
 from verl_bpo.sandbox.base import TaskError
 from verl_bpo.shells.base import Shell, Workspace
 from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
-
-TESTBED = "/testbed"
+from verl_bpo.shells.transfer import list_files
 
 _TASK = """Solve this issue in the repository in {testbed}:
 
@@ -71,6 +70,7 @@ class SwebenchEnvironment(ShellEnvironment):
             except TaskError as error:
                 mode = self._instance["mode"]
                 raise TaskError(f"{error} (verl-bpo prepare swebench --mode {mode})") from error
+            self._base = list_files(self._shell, TESTBED, self._score_timeout)
             self._opened = task
         self._shell.reset()
         problem = self._instance["problem_statement"].strip()
@@ -78,15 +78,24 @@ class SwebenchEnvironment(ShellEnvironment):
 
     def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
         verdict = self.judge(shell)
-        return float(verdict.resolved), {"score": verdict.share_fixed, "task_type": self._instance["repo"]}
+        info = {"score": verdict.share_fixed, "task_type": self._instance["repo"]}
+        info |= {"unjudged": verdict.unjudged, "problem": verdict.problem} if verdict.unjudged else {}
+        info |= {"left_out": ", ".join(map(_shown, verdict.left_out))} if verdict.left_out else {}
+        return float(verdict.resolved), info
 
     def judge(self, shell: Shell) -> Verdict:
         """The verdict on the shell's files. They are back at the base commit afterwards."""
-        return score(shell, self._instance, self._score_timeout)
+        return score(shell, self._instance, self._base, self._score_timeout)
 
     def expert_actions(self) -> list[str]:
         """The dataset's own patch, then the marker."""
-        return [f"git apply - <<'VERL_BPO_GOLD'\n{self._instance['patch']}\nVERL_BPO_GOLD", f"echo {SUBMIT}"]
+        patch = self._instance["patch"].removesuffix("\n")
+        return [f"git apply - <<'VERL_BPO_GOLD'\n{patch}\nVERL_BPO_GOLD", f"echo {SUBMIT}"]
+
+
+def _shown(name: str) -> str:
+    """A file's name for people and logs: what is no UTF-8, or no character to see, as an escape."""
+    return name.encode("unicode_escape", "backslashreplace").decode() if not name.isprintable() else name
 
 
 def load_instance(task: str | Path) -> dict[str, Any]:
@@ -95,7 +104,7 @@ def load_instance(task: str | Path) -> dict[str, Any]:
         TaskError: the path holds no prepared instance.
     """
     try:
-        instance = json.loads(Path(task).expanduser().read_text())
+        instance = json.loads(Path(task).expanduser().read_text(encoding="utf-8"))
         return {**instance, "folder": str(Path(task).expanduser().resolve().parent)}
     except OSError as error:
         raise TaskError(f"no instance {task} ({error.strerror}): verl-bpo prepare swebench") from error

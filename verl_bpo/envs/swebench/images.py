@@ -8,17 +8,19 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_bpo.envs.swebench.environment import TESTBED
+from verl_bpo.envs.swebench.patches import SETTINGS
+from verl_bpo.envs.swebench.scoring import TESTBED
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.shells.base import Limits
 from verl_bpo.shells.container import ContainerConfig, ContainerShell, find_engine, has_image, pull_image
 
 _OF_EVERY_SHELL = ("PWD", "OLDPWD", "SHLVL", "_", "PS1")
 # What a build left untracked is in the commit too: else it would count as the agent's. The history stays.
+_GIT = f"git {shlex.join(SETTINGS)}"
 _COMMIT = (
-    "find . -name __pycache__ -prune -exec rm -rf {} + && git -c core.autocrlf=false add -A -f . && "
-    "git -c user.name=SWE-bench -c user.email=swebench@localhost -c commit.gpgsign=false -c core.hooksPath=/dev/null "
-    "commit --quiet --allow-empty --no-verify -m base && git rev-parse HEAD"
+    f"find . -name __pycache__ -prune -exec rm -rf {{}} + && {_GIT} add -A -f . && "
+    f"{_GIT} -c user.name=SWE-bench -c user.email=swebench@localhost commit --quiet --allow-empty --no-verify -m base && "
+    f"{_GIT} rev-parse HEAD"
 )
 SET_UP_LIMITS = Limits(processes=512, memory=4 << 30, disk=4 << 30, file_size=4 << 30, seconds=1800, output=16 << 20)
 
@@ -109,10 +111,12 @@ def _activated(shell: ContainerShell, row: dict[str, Any], spec: dict[str, Any])
     words = shlex.split(lines[0]) if lines else []
     if not words or words[0] != "source" or shell.execute(f"[ -e {shlex.quote(words[1])} ]").returncode != 0:
         return {}
-    before, after = (shell.execute(command) for command in ("env -0", f"{' && '.join(lines)} >/dev/null && env -0"))
+    activate = " && ".join(lines)
+    before, after = shell.execute("env -0"), shell.execute(f"{{ {activate}; }} >/dev/null 2>&1 && env -0")
     if after.returncode != 0:
-        raise SandboxError(f"the image's environment can't be activated: {after.output.strip()[-200:]}")
-    plain, active = map(_variables, (before.output, after.output))
+        said = shell.execute(activate).output.strip()[-200:]
+        raise SandboxError(f"the image's environment can't be activated: {said}")
+    plain, active = (_variables(done.data.decode("utf-8", "surrogateescape")) for done in (before, after))
     return {name: value for name, value in active.items() if plain.get(name) != value and name not in _OF_EVERY_SHELL}
 
 

@@ -10,6 +10,7 @@ import argparse
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,13 +21,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from verl_bpo.envs.swebench.environment import TESTBED, load_instance, workspace
+from verl_bpo.envs.swebench.environment import load_instance, workspace
 from verl_bpo.envs.swebench.images import Images
-from verl_bpo.envs.swebench.scoring import score
+from verl_bpo.envs.swebench.patches import SETTINGS, files_of, git, outside_repositories, readings, said_by, to_bytes
+from verl_bpo.envs.swebench.rows import PrepareError, checked_rows, load_rows
+from verl_bpo.envs.swebench.scoring import TESTBED, apply_patch, score
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.shells.base import Limits, Shell
 from verl_bpo.shells.container import ContainerConfig, ContainerShell, find_engine, has_image, remove_image
 from verl_bpo.shells.local import LocalShell, find_bwrap
+from verl_bpo.shells.transfer import list_files
 
 RELEASES = {
     "pytest-dev__pytest-10081": ("pytest==7.1.2",),
@@ -44,39 +48,6 @@ _COMMAND_WITHOUT_REPOSITORY = {
 _VERSION = 1
 
 
-class PrepareError(ValueError):
-    """An instance can't be prepared; one line says why."""
-
-
-def load_rows(dataset: str, split: str = "test") -> list[dict[str, Any]]:
-    """The rows of a parquet, JSON or JSONL file, or of a dataset on the Hugging Face hub.
-
-    Raises:
-        PrepareError: there is none, or it isn't of SWE-bench's form.
-    """
-    import pandas
-
-    path = Path(dataset).expanduser()
-    try:
-        if path.suffix == ".parquet":
-            rows = pandas.read_parquet(path).to_dict("records")
-        elif path.suffix in (".json", ".jsonl"):
-            rows = pandas.read_json(path, lines=path.suffix == ".jsonl", dtype=False).to_dict("records")
-        else:
-            import datasets
-
-            rows = list(datasets.load_dataset(dataset, split=split))
-    except Exception as error:
-        raise PrepareError(f"dataset {dataset} can't be read ({type(error).__name__}: {error})") from error
-    missing = {"instance_id", "repo", "version", "base_commit", "patch", "test_patch"} - set(rows[0] if rows else ())
-    if missing:
-        raise PrepareError(f"dataset {dataset} isn't of SWE-bench's form: it has no {', '.join(sorted(missing))}")
-    for row in rows:
-        for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
-            row[key] = json.loads(row[key]) if isinstance(row[key], str) else list(row[key])
-    return rows
-
-
 def prepare(
     rows: Iterable[dict[str, Any]],
     out: Path,
@@ -87,20 +58,26 @@ def prepare(
 ) -> tuple[list[str], dict[str, str]]:
     """Prepare instances in ``out/<instance_id>``; those that are there already are left as they are.
 
+    All rows are looked through before anything is cloned or built (see :mod:`verl_bpo.envs.swebench.rows`).
+
     Args:
+        rows: as they are in the dataset.
         source: ``git`` clones ``remote``; ``pypi`` unpacks a release's source package (see :data:`RELEASES`). For local mode.
         images: prepare for containers, with images from there. One that is recorded in ``out`` and missing on this machine is
             made again, so that several machines may share the folder.
 
     Returns:
-        The instances that are ready, and why each other one isn't.
+        The instances that are ready, and why each other one isn't, a line for each problem.
     """
     if images is None and out.resolve().is_relative_to("/tmp"):
         raise PrepareError(f"{out}: keep instances outside of /tmp, which every sandbox has its own of")
     if images is not None:
         find_engine(images.container.engine)  # to say once, and at once, that there is none
+    rows, problems = checked_rows(rows, specification)
     ready, failed = [], {}
-    rows = list(rows)
+    for name, problem in problems:
+        say(f"{name}: {problem}")
+        failed[name] = "\n".join([*failed.get(name, "").splitlines(), problem])
     out.mkdir(parents=True, exist_ok=True)
     for row in tqdm(rows, desc="preparing", unit="instance"):
         name, folder = row["instance_id"], out / row["instance_id"]
@@ -137,9 +114,13 @@ def _made(file: Path) -> dict[str, Any] | None:
 def _prepare_image(row: dict[str, Any], folder: Path, images: Images, say: Callable[[str], None]) -> None:
     spec = specification(row)
     made = images.make_ready(row, spec)
-    about = {"mode": "container", **made, "test_command": test_command(row, spec)}
+    about = {"mode": "container", **made}
+    options = {"allow_unsafe": True, **vars(images.container)}
     try:
-        _accept(row, about, folder, say, ContainerShell, allow_unsafe=True, **vars(images.container))
+        with ContainerShell.open(workspace({**row, **about}, "image"), Limits(), **options) as shell:
+            row = _fitted(row, lambda patch: apply_patch(shell, patch, only_check=True))
+        about["test_command"] = test_command(row, spec)
+        _accept(row, about, folder, say, ContainerShell, **options)
     except BaseException:
         remove_image(images.engine, made["ready_image"])
         raise
@@ -161,6 +142,8 @@ def _prepare(row: dict[str, Any], folder: Path, source: str, remote: str, say: C
         _unpack_release(row, folder, repo, log)
     else:
         _clone(row, remote, repo, log)
+    row = _fitted(row, lambda patch: _apply_check(repo, patch))
+    shutil.rmtree(repo / ".git")  # later commits would tell the solution
     wanted = str(spec.get("python", "3.9"))
     python, exact = find_python(wanted)
     if not exact:
@@ -229,14 +212,17 @@ def _check(instance: dict[str, Any], shells: type[Shell], **options: Any) -> lis
     """Judge the untouched repository and the dataset's own solution; the pass-to-pass tests that can't pass here."""
     limits = Limits(memory=4 << 30, disk=1 << 30, processes=512, output=16 << 20)
     with shells.open(workspace(instance, shells.files_from), limits, **options) as shell:
-        untouched = score(shell, instance, 1800)
+        base = list_files(shell, TESTBED, 1800)
+        untouched = score(shell, instance, base, 1800)
         if untouched.problem or set(instance["FAIL_TO_PASS"]) - set(untouched.failed):
             raise PrepareError(
                 f"its tests don't fail without the solution ({untouched.problem or 'they pass'}): "
                 f"{untouched.log.strip()[-200:]!r}"
             )
-        shell.execute("git apply -", stdin=instance["patch"])
-        solved = score(shell, instance, 1800)
+        problem = apply_patch(shell, instance["patch"])
+        if problem:
+            raise PrepareError(f"patch: it can't be applied where it is built: {problem}")
+        solved = score(shell, instance, base, 1800)
     unfixed = [test for test in solved.failed if test in instance["FAIL_TO_PASS"]]
     if unfixed or solved.problem:
         raise PrepareError(f"its tests don't pass with the solution: {solved.problem or unfixed} {solved.log[-300:]!r}")
@@ -274,7 +260,10 @@ def test_command(row: dict[str, Any], spec: dict[str, Any], release: Path | None
         if release is not None and program in command and not (release / program).exists():
             before = command[: command.index(program)]
             command = f"{before}SYMPY_USE_CACHE=no {instead}"
-    return "\n".join([*spec.get("eval_commands", []), " ".join([command, *get_test_directives(row)])])
+    # The package's own reading of patches takes removed files and quoted names for tests to run.
+    names = [file.new for file in files_of(row["test_patch"]) if file.new is not None]
+    directives = get_test_directives({**row, "test_patch": "".join(f"diff --git a/{n} b/{n}\n" for n in names)})
+    return "\n".join([*spec.get("eval_commands", []), " ".join([command, *map(shlex.quote, directives)])])
 
 
 def find_python(version: str) -> tuple[str, bool]:
@@ -304,11 +293,34 @@ def _requirements(row: dict[str, Any], spec: dict[str, Any], repo: Path) -> str:
     return ""
 
 
+def _fitted(row: dict[str, Any], problem_of: Callable[[str], str]) -> dict[str, Any]:
+    """The row with its patches as they apply to its repository.
+
+    Args:
+        problem_of: tries a patch; what is wrong with it, or nothing.
+
+    Raises:
+        PrepareError: one doesn't apply.
+    """
+    for column in ("test_patch", "patch"):
+        problems = {reading: problem_of(reading) for reading in readings(row[column])}
+        fitting = next((reading for reading, problem in problems.items() if not problem), None)
+        if fitting is None:
+            problem = next(iter(problems.values()))
+            raise PrepareError(f"{column}: it doesn't apply to {row['base_commit'][:12]}: {problem}")
+        row = {**row, column: fitting}
+    return row
+
+
+def _apply_check(repo: Path, patch: str) -> str:
+    done = git(["-C", str(repo), "apply", "--check", "-"], to_bytes(patch))
+    return said_by(done) if done.returncode != 0 else ""
+
+
 def _clone(row: dict[str, Any], remote: str, repo: Path, log: Path) -> None:
     url = remote.format(repo=row["repo"])
-    _run(["git", "clone", "--quiet", url, str(repo)], log)
-    _run(["git", "-C", str(repo), "reset", "--hard", "--quiet", row["base_commit"]], log)
-    shutil.rmtree(repo / ".git")  # later commits would tell the solution
+    _run(["git", *SETTINGS, "clone", "--quiet", "--template=", url, str(repo)], log)
+    _run(["git", *SETTINGS, "-C", str(repo), "reset", "--hard", "--quiet", row["base_commit"]], log)
 
 
 def _unpack_release(row: dict[str, Any], folder: Path, repo: Path, log: Path) -> None:
@@ -324,20 +336,25 @@ def _unpack_release(row: dict[str, Any], folder: Path, repo: Path, log: Path) ->
     (unpacked,) = (path for path in (folder / "source").iterdir() if path.is_dir())
     unpacked.rename(repo)
     shutil.rmtree(folder / "source")
+    shutil.rmtree(repo / ".git", ignore_errors=True)
+    _run(["git", *SETTINGS, "init", "--quiet", "--template=", str(repo)], log)
 
 
 def _commit(repo: Path, log: Path) -> str:
     """Make the folder a repository with one commit, which is what changes are measured against."""
-    identity = ["-c", "user.name=SWE-bench", "-c", "user.email=swebench@localhost", "-c", "commit.gpgsign=false"]
-    git = ["git", "-C", str(repo), *identity, "-c", "core.hooksPath=/dev/null", "-c", "core.autocrlf=false"]
+    identity = ["-c", "user.name=SWE-bench", "-c", "user.email=swebench@localhost"]
+    line = ["git", *SETTINGS, *identity, "-C", str(repo)]
     shutil.rmtree(repo / ".git", ignore_errors=True)
     for arguments in (
-        ["init", "--quiet", "-b", "main"],
+        ["init", "--quiet", "--template=", "-b", "main"],
         ["add", "-A", "-f", "."],
         ["commit", "-qm", "base", "--no-verify"],
     ):
-        _run([*git, *arguments], log)
-    return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        _run([*line, *arguments], log)
+    head = git(["-C", str(repo), "rev-parse", "HEAD"])
+    if head.returncode != 0:
+        raise PrepareError(f"no commit was made in {repo}: {said_by(head)}")
+    return head.stdout.decode().strip()
 
 
 def _build(step: str, repo: Path, venv: Path, log: Path) -> None:
@@ -368,7 +385,8 @@ def _run(line: list[str], log: Path) -> None:
     with open(log, "a") as file:
         file.write(f"$ {line[-1] if line[0].endswith('bwrap') else ' '.join(line)}\n")
         file.flush()
-        code = subprocess.run(line, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        env = outside_repositories()
+        code = subprocess.run(line, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env).returncode
     if code != 0:
         tail = log.read_text(errors="replace").strip().splitlines()[-1][-200:]
         raise PrepareError(f"{' '.join(line[:2])} ... {line[-1][:80]} failed: {tail} (see {log})")
@@ -377,7 +395,9 @@ def _run(line: list[str], log: Path) -> None:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("out", type=Path, help="folder for the instances")
     command.add_argument(
-        "--dataset", default="princeton-nlp/SWE-bench_Verified", help="parquet, JSONL, or a hub's name"
+        "--dataset",
+        default="princeton-nlp/SWE-bench_Verified",
+        help="a parquet, JSON, JSONL or CSV file, or a hub's name",
     )
     command.add_argument("--split", default="test")
     command.add_argument("--instances", nargs="+", metavar="ID", help="only these; default: all of the dataset")
@@ -409,16 +429,17 @@ def main(arguments: argparse.Namespace) -> int:
         images = Images(config, arguments.registry, arguments.namespace)
     rows = load_rows(arguments.dataset, arguments.split)
     if arguments.instances:
-        unknown = set(arguments.instances) - {row["instance_id"] for row in rows}
+        unknown = set(arguments.instances) - {row.get("instance_id") for row in rows}
         if unknown:
             raise PrepareError(f"not in {arguments.dataset}: {', '.join(sorted(unknown))}")
-        rows = [row for row in rows if row["instance_id"] in arguments.instances]
+        rows = [row for row in rows if row.get("instance_id") in arguments.instances]
     if arguments.without:
-        others = {row["instance_id"] for row in load_rows(arguments.without, arguments.split)}
-        rows = [row for row in rows if row["instance_id"] not in others]
+        others = {row.get("instance_id") for row in load_rows(arguments.without, arguments.split)}
+        rows = [row for row in rows if row.get("instance_id") not in others]
     out = arguments.out.expanduser().resolve()
     ready, failed = prepare(rows, out, arguments.source, arguments.remote, images=images)
-    print(f"{len(ready)} of {len(rows)} instances are ready in {arguments.out}")
+    print(f"{len(ready)} of {len(ready) + len(failed)} instances are ready in {arguments.out}")
     for name, why in failed.items():
-        print(f"  {name}: {why}")
+        for line in why.splitlines():
+            print(f"  {name}: {line}")
     return 1 if failed else 0
