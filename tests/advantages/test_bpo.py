@@ -514,6 +514,12 @@ def test_prefix_explained_share_of_hand_computed_groups(returns, prompt, share):
     assert sibling_advantages(f).diagnostics.prefix_explained_share == pytest.approx(share)
 
 
+def test_prefix_explained_share_is_as_exact_as_the_returns():
+    """Between and within by hand .005 and .015, from group sizes of which a quotient is no whole number."""
+    f = forest([-1, -1, -1, 1, 1], [0, 1, 2, 3, 4], [0.0, 0.0, 0.0, 0.0, 0.3])
+    assert abs(float(sibling_advantages(f).diagnostics.prefix_explained_share) - 0.25) < 1e-14
+
+
 def test_prefix_explained_share_does_not_count_the_noise_of_small_groups_or_the_spread_of_prompts():
     g = torch.Generator().manual_seed(0)
     prompt = torch.arange(1000).repeat_interleave(3)

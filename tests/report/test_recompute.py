@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from fake_run import small_steps, write_dump
 
+from verl_bpo.advantages import bpo
 from verl_bpo.report.recompute import recompute
 
 
@@ -56,6 +58,21 @@ def test_a_reward_changed_in_a_tree_is_found(tmp_path):
 
     edit(tmp_path / "trees" / "000003-17.jsonl", reward)
     assert [c.matches for c in recompute(tmp_path)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "part, fault, options",
+    [
+        ("_tree_means", lambda forest, returns, *rest: returns, {"leaf_return": "tree_mean"}),
+        ("_product_along_path", lambda parent, factor: factor, {"weighting": "path_probability"}),
+        ("_prefix_explained_share", lambda leaf, *rest: leaf.new_zeros(()), {"baseline": "shrunk"}),
+        ("_segment_head", lambda forest, continues: torch.arange(len(continues)), {}),
+    ],
+)
+def test_a_fault_in_the_estimator_itself_is_found(tmp_path, monkeypatch, part, fault, options):
+    monkeypatch.setattr(bpo, part, fault)
+    write_dump(tmp_path, small_steps(), **options)
+    assert not all(check.matches for check in recompute(tmp_path))
 
 
 def test_an_unreadable_or_missing_tree_is_no_match(tmp_path):
