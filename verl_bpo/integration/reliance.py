@@ -42,7 +42,7 @@ class Reliance:
     """Our files in ``integration/``."""
     reason: str
     parameters: str | None = None
-    """Names of a function's parameters, or of a dataclass's fields; None: not called by us."""
+    """Names of a function's parameters, or of a dataclass's fields; after ``...`` any. None: not called by us."""
     lines: tuple[str, ...] = ()
     """Parts of its source that must be there."""
     digest: str | None = None
@@ -62,8 +62,10 @@ def problem(entry: Reliance) -> str | None:
     found = find(entry.name)
     if found is None:
         return f"{entry.name} is gone"
-    if entry.parameters is not None and parameters(found.node) != entry.parameters:
-        return f"{entry.name} takes ({parameters(found.node)}), not ({entry.parameters})"
+    if entry.parameters is not None:
+        takes, first = parameters(found.node), entry.parameters.removesuffix(", ...")
+        if takes != entry.parameters and not (first != entry.parameters and takes.startswith(first)):
+            return f"{entry.name} takes ({takes}), not ({entry.parameters})"
     gone = [line for line in entry.lines if line not in found.source]
     if gone:
         return f"{entry.name} no longer has {gone[0]!r}"
@@ -216,7 +218,7 @@ RELIANCES: tuple[Reliance, ...] = (
              "Its `generate` is wrapped: the server keeps only the sampled token's log-prob."),
     Reliance("patch", "vllm.v1.sample.sampler.Sampler.gather_logprobs", "vllm",
              "The sampler alone has the whole distribution: the entropy becomes one more column.",
-             parameters="logprobs, num_logprobs, token_ids"),
+             parameters="logprobs, num_logprobs, token_ids, ..."),
     Reliance("patch", "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "vllm",
              "It packs weights away, which then can't be updated while vLLM runs.", parameters="layer, remove_weight"),
     Reliance("patch", "torch.cpu", "cpu",
