@@ -48,7 +48,7 @@ def test_textworld_is_found_by_its_short_name():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nonsense", "no environment named 'nonsense': use one of alfworld, repair, swebench, textworld"),
+        ("nonsense", "no environment named 'nonsense': use one of .*alfworld.*textworld"),
         ("", "no environment named"),
         (":Own", "no environment named"),
         ("no_such_package.module:Own", "can't be imported .*no_such_package"),

@@ -138,6 +138,7 @@ def test_a_shop_that_is_gone_or_another_one_is_named(monkeypatch, tmp_path):
         ("bpo.updates_per_step=64", "bpo.updates_per_step=64 is more than data.train_batch_size=16"),
         ("actor_rollout_ref.actor.loss_agg_mode=mean", "Invalid loss_agg_mode"),
         ("bpo.env.execution=container", "environment alfworld runs no shell commands; leave it at local"),
+        ("bpo.env.backend=nowhere.py:Mine", "no file nowhere.py: give the path of the file that holds your class"),
         ("bpo.env.max_turns=many", "bpo.env.max_turns='many' must be int"),
     ],
 )

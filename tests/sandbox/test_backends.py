@@ -50,7 +50,7 @@ def own(tmp_path):
 
 
 def test_the_built_in_backends_are_found_by_their_modules():
-    assert list(BACKENDS.built_in()) == ["fork", "memory", "replay"]
+    assert {"fork", "memory", "replay"} <= set(BACKENDS.built_in())
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
@@ -69,7 +69,7 @@ def test_an_own_backend_is_one_file_and_its_exceptions_travel_as_what_they_are(o
 
 def test_what_is_no_backend_says_so_in_one_line(own):
     for name, message in [
-        ("nonsense", "no snapshot backend named 'nonsense': use one of fork, memory, replay, package.module:Class"),
+        ("nonsense", "no snapshot backend named 'nonsense': use one of .*memory.*replay.*, package.module:Class"),
         (own.replace("FewBackend", "NoBackend"), "is no snapshot backend: derive it from verl_bpo.sandbox.Backend"),
     ]:
         with pytest.raises(EnvironmentUnavailable, match=message):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_bpo.sandbox import SandboxCrashed, SandboxError, SandboxPool, SandboxTimeout, SnapshotUnsupported, TaskError
-from verl_bpo.sandbox.loading import EnvironmentUnavailable
+from verl_bpo.sandbox.loading import BACKENDS, EnvironmentUnavailable
 
 WORLDS = Path(__file__).with_name("sandbox_worlds.py")
 
@@ -51,7 +51,7 @@ def pid_of(sandbox):
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-@pytest.mark.parametrize("backend", ["memory", "fork", "replay"])
+@pytest.mark.parametrize("backend", BACKENDS.built_in())
 @pytest.mark.parametrize("name", ["Diary", "SavingDiary"])
 def test_branches_are_independent_whatever_the_backend_and_isolation(name, backend, isolation):
     with make_pool(name, backend=backend, isolation=isolation) as pool, pool.open() as world:

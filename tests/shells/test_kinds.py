@@ -87,7 +87,7 @@ def own(tmp_path):
 
 
 def test_the_built_in_kinds_are_found_by_their_modules():
-    assert list(SHELLS.built_in()) == ["container", "local"]
+    assert {"container", "local"} <= set(SHELLS.built_in())
 
 
 def test_an_own_kind_is_one_file_that_the_config_names(own):
@@ -120,7 +120,7 @@ def test_what_is_no_kind_of_shell_says_what_is_missing(own):
         EnvironmentUnavailable, match="give it open, check, probe, read, write, save, load, reset, close"
     ):
         SHELLS.load(f"{own}:Half")
-    with pytest.raises(EnvironmentUnavailable, match="no kind of shell named 'cloud': use one of container, local"):
+    with pytest.raises(EnvironmentUnavailable, match="no kind of shell named 'cloud': use one of .*local"):
         SHELLS.load("cloud")
 
 
