@@ -7,5 +7,5 @@ ensure_venv cpu,envs,report,webshop,webshop-exact,swe,docs,dev
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 ruff check .
 ruff format --check --quiet . || { echo "run: ruff format ." >&2; exit 1; }
-lint-imports --no-logo || exit 1
+lint-imports --no-logo --no-cache
 exec python -m pytest -q --durations=15 -n 2 --dist loadscope --no-loadscope-reorder "$@"
