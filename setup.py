@@ -13,7 +13,7 @@ TRAINER = ["TransferQueue==0.1.11", "cachetools", "nvtx", "fastapi", "uvicorn"]
 setup(
     name="verl_bpo",
     version=version["__version__"],
-    description="Tree rollouts (BPO) and a shared actor-critic backbone (SAPO) for verl",
+    description="Tree rollouts (BPO) and actor and critic in one network (SAPO) for verl",
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
