@@ -52,7 +52,7 @@ def test_a_key_that_a_page_names_exists():
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         if page.parent.name == "results":
             continue
-        for name in re.findall(r"\bbpo\.(?!md|py|png)[a-z_]+(?:\.[a-z_]+)*", page.read_text()):
+        for name in re.findall(r"\bbpo\.(?!md|png|py|yaml)[a-z_]+(?:\.[a-z_]+)*", page.read_text()):
             free = name.startswith(("bpo.env.kwargs.", "bpo.env.placement.resources"))
             assert free or name in keys or name in groups, f"{page.name}: {name}"
 
