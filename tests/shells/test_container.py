@@ -167,15 +167,24 @@ def test_a_shell_that_is_forgotten_leaves_no_container(engine, image, shell):
     assert len(mine(shell)) == before - 1
 
 
-def test_a_container_that_is_gone_is_told_once(shell):
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_container_that_is_gone_is_told_once(shell, monkeypatch, ended):
+    """Even while the process that started it has yet to end."""
+    shell.reset()
     shell.execute("echo 1 > x")
     state = shell.save()
     shell.load(state)
     shell.execute("echo 2 > x")
-    subprocess.run([*shell._engine, "rm", "--force", shell._container.name], capture_output=True)
+    container = shell._container
+    subprocess.run([*shell._engine, "rm", "--force", container.name], capture_output=True)
+    if ended:
+        container.process.wait()
+    else:
+        monkeypatch.setattr(container.process, "poll", lambda: None)
     with pytest.raises(SandboxError, match="unsaved files are lost"):
         shell.execute("cat x")
     assert shell.execute("cat x").output == "1\n", "what was saved is there"
+    assert shell.execute("echo Error: mine; exit 125").returncode == 125, "a command may say so, too"
 
 
 def test_exit_codes_output_stdin_and_time(shell):

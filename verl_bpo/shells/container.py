@@ -284,7 +284,7 @@ class ContainerShell(Shell):
                 self._drop()
                 raise SandboxError("the container didn't answer and was killed: its unsaved files are lost") from error
             late = done.returncode == 137 and time.monotonic() - started >= seconds
-            if container.process.poll() is not None:
+            if not self._lives(container, done, late):
                 self._drop()
                 said = _said(done.stdout.decode(errors="replace"))
                 raise SandboxError(f"the container ended and its unsaved files are lost: {said}")
@@ -371,6 +371,17 @@ class ContainerShell(Shell):
         if self._engines_own is None:
             self._engines_own = self._changes(container)
         return container
+
+    def _lives(self, container: _Container, done: subprocess.CompletedProcess, late: bool) -> bool:
+        """Whether the container outlived a command. Its own process may end a moment after the engine says that it is gone,
+        so the engine is asked where what came back may be its own complaint."""
+        if container.process.poll() is not None:
+            return False
+        killed = done.returncode == 137 and not late
+        if not killed and not (done.returncode != 0 and done.stdout.startswith(b"Error")):
+            return True
+        asked = [*self._engine, "container", "inspect", "--format", "{{.State.Running}}", container.name]
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() == "true"
 
     def _changes(self, container: _Container) -> set[str]:
         return set(self._ask("diff", container.name).splitlines())
