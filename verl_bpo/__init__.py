@@ -1,3 +1,3 @@
-"""verl_bpo: tree rollouts (BPO) and a shared actor-critic backbone (SAPO) for verl."""
+"""verl_bpo: tree rollouts (BPO) and actor and critic in one network (SAPO) for verl."""
 
 __version__ = "0.1.0"
