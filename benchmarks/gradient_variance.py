@@ -36,7 +36,6 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,8 @@ class Sampler:
 
     def rollouts(self, settings: dict[str, Any], seed: int) -> LocalRollouts:
         config = build(settings, "plain")
-        env = replace(self.options.config.env, workers=self.workers, isolation="none")
-        config = replace(config, env=env, prompt=self.options.config.prompt)
+        env = self.options.config.env.model_copy(update={"workers": self.workers, "isolation": "none"})
+        config = config.model_copy(update={"env": env, "prompt": self.options.config.prompt})
         lengths = {
             "max_prompt_tokens": self.options.max_prompt_tokens, "max_response_tokens": self.options.max_response_tokens
         }  # fmt: skip

@@ -27,6 +27,7 @@ from recipes.imitation.cloning import clone, encode  # noqa: E402
 from recipes.imitation.demonstrations import record_demonstrations, texts_of  # noqa: E402
 from recipes.imitation.options import ImitationOptions  # noqa: E402
 from recipes.imitation.policy import RECORD, load_base, make_model, make_tokenizer, save  # noqa: E402
+from verl_bpo.options import keys, read  # noqa: E402
 from verl_bpo.sandbox.base import SandboxError  # noqa: E402
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, list_tasks, load_environment  # noqa: E402
 from verl_bpo.tree.prompting import PromptConfig, Prompter  # noqa: E402
@@ -56,7 +57,7 @@ def train(options: ImitationOptions, out: str | Path, data: str | None = None, o
             f"{count} train games leave none to learn from after --held-out {options.held_out}: make more games, "
             f"or hold out fewer"
         )
-    made_from = json.loads(json.dumps({"options": asdict(options), "games": _digest(tasks)}))
+    made_from = json.loads(json.dumps({"options": _plain(options), "games": _digest(tasks)}))
     if _is_done(out, made_from, overwrite):
         print(f"{out} is there already, made with the same options and games")
         return out
@@ -113,6 +114,10 @@ def train(options: ImitationOptions, out: str | Path, data: str | None = None, o
     return out
 
 
+def _plain(options: ImitationOptions) -> dict[str, Any]:
+    return {**vars(options), "prompt": options.prompt.model_dump()}
+
+
 def _digest(tasks: Sequence[str]) -> str:
     """Hash of the tasks' names and, where they are files, contents; the folder they lie in doesn't matter."""
     digest = hashlib.sha256()
@@ -135,7 +140,7 @@ def _is_done(out: Path, made_from: dict[str, Any], overwrite: bool) -> bool:
         raise ValueError(f"{out} exists and holds no policy of this recipe: give another --out")
     found = json.loads(record.read_text())
     # An option that came later had its default's effect.
-    found["options"] = {**json.loads(json.dumps(asdict(ImitationOptions()))), **found.get("options", {})}
+    found["options"] = {**json.loads(json.dumps(_plain(ImitationOptions()))), **found.get("options", {})}
     if all(found.get(key) == value for key, value in made_from.items()):
         return True
     if not overwrite:
@@ -151,15 +156,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="root folder of the games, with a train folder in it")
     parser.add_argument("--overwrite", action="store_true", help="replace a policy made with other options")
     group = parser.add_argument_group("prompt", "train with the same values in bpo.prompt.*")
-    for source, target in ((defaults, parser), (defaults.prompt, group)):
-        for option in fields(source):
-            default = getattr(source, option.name)
-            if isinstance(default, PromptConfig):
-                continue
+    own = {key: value for key, value in vars(defaults).items() if key != "prompt"}
+    for values, target in ((own, parser), (dict(defaults.prompt), group)):
+        for name, default in values.items():
             kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
-            target.add_argument(
-                f"--{option.name.replace('_', '-')}", default=default, help=f"default {default!r}", **kind
-            )
+            target.add_argument(f"--{name.replace('_', '-')}", default=default, help=f"default {default!r}", **kind)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -168,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(words)
     try:
-        prompt = PromptConfig(**{option.name: getattr(args, option.name) for option in fields(PromptConfig)})
+        prompt = read(PromptConfig, {key: getattr(args, key) for key in keys(PromptConfig)}, "bpo.prompt")
         chosen = {o.name: getattr(args, o.name) for o in fields(ImitationOptions) if o.name != "prompt"}
         train(ImitationOptions(prompt=prompt, **chosen), args.out, args.data, args.overwrite)
     except (ValueError, SandboxError, EnvironmentUnavailable) as error:

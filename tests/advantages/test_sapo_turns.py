@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from verl_bpo.advantages.sapo import turn_boundaries
+from verl_bpo.advantages.sapo import SAPO, turn_boundaries
 from verl_bpo.advantages.sapo_losses import sapo_value_loss
 from verl_bpo.advantages.sapo_turns import sapo_turns
-from verl_bpo.config.schema import ConfigError, SAPOConfig, build
+from verl_bpo.config.schema import build
+from verl_bpo.options import ConfigError
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import ROOT, Node, Tree
@@ -51,7 +52,7 @@ EXACT = dict(gamma=0.5, lam=1.0, normalise=False)
 
 def test_advantages_are_discounted_returns_minus_values():
     v, q = values(0.1, 0.2, 0.3), values(0.4, 0.5, 0.6)
-    out, metrics = sapo_turns(batch(chain([1.0, 0.0, 2.0])), v, q, SAPOConfig(**EXACT))
+    out, metrics = sapo_turns(batch(chain([1.0, 0.0, 2.0])), v, q, SAPO(**EXACT))
     torch.testing.assert_close(out["returns"], values(1.5, 1.0, 2.0))
     torch.testing.assert_close(out["advantages"], values(1.4, 0.8, 1.7))
     torch.testing.assert_close(out["action_targets"], values(1.25, 0.3, 2.0))
@@ -62,7 +63,7 @@ def test_advantages_are_discounted_returns_minus_values():
 
 def test_normalisation_is_over_the_turns_of_all_trajectories():
     out, metrics = sapo_turns(
-        batch(chain([1.0]), chain([0.0, 0.0, 1.0])), values(0, 0, 0, 0), values(0, 0, 0, 0), SAPOConfig(gamma=0.0)
+        batch(chain([1.0]), chain([0.0, 0.0, 1.0])), values(0, 0, 0, 0), values(0, 0, 0, 0), SAPO(gamma=0.0)
     )
     torch.testing.assert_close(out["advantages"], values(1.0, -1.0, -1.0, 1.0))
     assert (metrics["sapo/advantage_mean"], metrics["sapo/advantage_std"]) == (0.5, 0.5)
@@ -72,12 +73,12 @@ def test_normalisation_is_over_the_turns_of_all_trajectories():
 def test_a_truncated_trajectory_ends_there_or_goes_on_with_the_last_action_value():
     trees = batch(chain([0.0, 0.0], "truncated"), chain([0.0], "terminated"))
     v, q = values(0.2, 0.2, 0.2), values(0.6, 0.8, 0.7)
-    out, metrics = sapo_turns(trees, v, q, SAPOConfig(**EXACT, truncation="bootstrap"))
+    out, metrics = sapo_turns(trees, v, q, SAPO(**EXACT, truncation="bootstrap"))
     torch.testing.assert_close(out["returns"], values(0.4, 0.8, 0.0))
     torch.testing.assert_close(out["action_targets"], values(0.4, 0.8, 0.0))
     torch.testing.assert_close(out["action_weights"], values(1.0, 0.0, 1.0))
     assert metrics["sapo/truncated_turns"] == pytest.approx(1 / 3)
-    out, _ = sapo_turns(trees, v, q, SAPOConfig(**EXACT))
+    out, _ = sapo_turns(trees, v, q, SAPO(**EXACT))
     torch.testing.assert_close(out["returns"], values(0.0, 0.0, 0.0))
     torch.testing.assert_close(out["action_weights"], values(1.0, 1.0, 1.0))
 
@@ -105,7 +106,7 @@ def converged(trees, states, config, sweeps=300, rate=1.0):
 def test_on_a_chain_cut_anywhere_values_converge_to_those_of_the_uncut_chain(gamma, lam, bootstrap, sarsa_lambda):
     """States 0, 1, 2 in a row with rewards 1, 0.5, 2, then the end: whole, cut after one turn, cut after two."""
     trees = batch(chain([1.0, 0.5, 2.0]), chain([1.0], "truncated"), chain([1.0, 0.5], "truncated"))
-    config = SAPOConfig(
+    config = SAPO(
         gamma=gamma, lam=lam, bootstrap=bootstrap, sarsa_lambda=sarsa_lambda, truncation="bootstrap", normalise=False
     )
     v, q, moved = converged(trees, [0, 1, 2, 0, 0, 1], config)
@@ -118,13 +119,13 @@ def test_on_a_chain_cut_anywhere_values_converge_to_those_of_the_uncut_chain(gam
 def test_a_state_at_which_everything_is_cut_teaches_nothing_and_nothing_grows():
     """A loop that is always cut at once: what follows was never seen, so the values stay where they are."""
     trees = batch(*[chain([1.0], "truncated") for _ in range(3)])
-    v, q, moved = converged(trees, [0, 0, 0], SAPOConfig(truncation="bootstrap", normalise=False), sweeps=200)
+    v, q, moved = converged(trees, [0, 0, 0], SAPO(truncation="bootstrap", normalise=False), sweeps=200)
     assert not v.any() and not q.any() and moved == 0
 
 
 def test_only_the_last_turn_of_a_cut_trajectory_leaves_the_loss_of_action_values():
     """A trunk that was cut shares its first turn with two forks that ended by themselves; one of two whole trees."""
-    config = SAPOConfig(**EXACT, truncation="bootstrap")
+    config = SAPO(**EXACT, truncation="bootstrap")
     trees = batch(forked("truncated"), forked())
     v = q = torch.full((8,), 0.5, dtype=torch.float64)
     out, _ = sapo_turns(trees, v, q, config)
@@ -140,7 +141,7 @@ def test_a_turn_shared_by_several_leaves_counts_once_and_each_row_trains_its_own
     trees, rows = batch(tree), tree_rows(tree)
     trained = [node for row in rows for node in row.spans.nodes]
     assert sorted(trained) == [0, 1, 2, 3]  # four turns, though three leaves run through the first
-    out, metrics = sapo_turns(trees, values(0, 0, 0, 0), values(0, 0, 0, 0), SAPOConfig(lam=1.0))
+    out, metrics = sapo_turns(trees, values(0, 0, 0, 0), values(0, 0, 0, 0), SAPO(lam=1.0))
     assert metrics["sapo/turns"] == 4
     torch.testing.assert_close(out["returns"], values(1.0, 1.0, 0.0, 0.0))
     torch.testing.assert_close(out["advantages"], values(1.0, 1.0, -1.0, -1.0))
@@ -148,7 +149,7 @@ def test_a_turn_shared_by_several_leaves_counts_once_and_each_row_trains_its_own
 
 def test_turns_of_a_failed_trajectory_are_left_out():
     trees = batch(forked("failed"))
-    out, metrics = sapo_turns(trees, values(nan, nan, 0.5, 0.1), values(nan, nan, 0.2, 0.2), SAPOConfig(**EXACT))
+    out, metrics = sapo_turns(trees, values(nan, nan, 0.5, 0.1), values(nan, nan, 0.2, 0.2), SAPO(**EXACT))
     assert metrics["sapo/turns"] == 2
     torch.testing.assert_close(out["advantages"], values(0.0, 0.0, -0.5, -0.1))
 
@@ -158,13 +159,13 @@ def test_turns_of_a_failed_trajectory_are_left_out():
 @pytest.mark.parametrize("truncation", ["terminal", "bootstrap"])
 def test_one_trajectory_and_one_turn_give_numbers(rewards, end, truncation):
     zeros = torch.zeros(len(rewards), dtype=torch.float64)
-    out, metrics = sapo_turns(batch(chain(rewards, end)), zeros, zeros, SAPOConfig(truncation=truncation))
+    out, metrics = sapo_turns(batch(chain(rewards, end)), zeros, zeros, SAPO(truncation=truncation))
     assert all(x.isfinite().all() for x in out.values()) and all(x == x for x in metrics.values())
     assert metrics["sapo/degenerate"] == float(len(set(rewards)) == 1)
 
 
 def test_a_batch_without_a_turn_gives_no_number_that_is_not_one():
-    out, metrics = sapo_turns(batch(forked("failed")), *[torch.full((4,), nan, dtype=torch.float64)] * 2, SAPOConfig())
+    out, metrics = sapo_turns(batch(forked("failed")), *[torch.full((4,), nan, dtype=torch.float64)] * 2, SAPO())
     assert not any(x.any() for x in out.values())
     assert metrics["sapo/degenerate"] == 1 and all(x == x for x in metrics.values())
 
@@ -181,12 +182,12 @@ def test_a_row_leaves_the_boundaries_that_the_readout_finds():
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("lam", 1.5, r"bpo.sapo.lam=1.5 must lie in \[0, 1\]"),
+        ("lam", 1.5, "bpo.sapo.lam=1.5 must be at most 1"),
         ("bootstrap", "td", "bpo.sapo.bootstrap='td' is not one of sarsa, v"),
         ("truncation", "cut", "is not one of bootstrap, terminal"),
-        ("v_coef", -1, "bpo.sapo.v_coef=-1.0 must be at least 0"),
-        ("value_clip", 0, "bpo.sapo.value_clip=0.0 must be above 0"),
-        ("head_lr", 0, "bpo.sapo.head_lr=0.0 must be above 0"),
+        ("v_coef", -1, "bpo.sapo.v_coef=-1 must be at least 0"),
+        ("value_clip", 0, "bpo.sapo.value_clip=0 must be above 0"),
+        ("head_lr", 0, "bpo.sapo.head_lr=0 must be above 0"),
     ],
 )
 def test_a_bad_key_is_named(key, value, message):

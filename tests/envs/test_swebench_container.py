@@ -64,7 +64,7 @@ def test_tests_that_are_removed_arent_run_and_odd_names_are_quoted():
 
 def test_no_engine_is_said_once_and_at_once(tmp_path):
     with pytest.raises(SandboxError, match="no container engine can be used .no-such-engine: not installed"):
-        prepare([row_of()], tmp_path, images=Images(ContainerConfig("no-such-engine")))
+        prepare([row_of()], tmp_path, images=Images(ContainerConfig(engine="no-such-engine")))
     with pytest.raises(SandboxError, match="bpo.env.execution=local"):
         SwebenchEnvironment(execution="container", shell={"engine": "no-such-engine"})
 
@@ -130,7 +130,9 @@ def images(local):
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     binds = " ".join(f"--volume {path}:{path}:ro" for path in dict.fromkeys(("/usr", prefix)))
-    container = ContainerConfig(ENGINE, f"--ulimit nofile=1024:1024 --ulimit nproc=4096:4096 {binds}")
+    container = ContainerConfig(
+        engine=ENGINE, run_options=f"--ulimit nofile=1024:1024 --ulimit nproc=4096:4096 {binds}"
+    )
     images = Images(container, namespace="none")
     name = images.name(row)
     line = [*ENGINE.split(), "import", "--change", "ENV PATH=/usr/bin:/bin", "-", name]

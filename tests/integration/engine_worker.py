@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
-from verl_bpo.config.schema import SAPOConfig
+from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.integration.losses import policy_loss, sapo_loss
 from verl_bpo.integration.value_engine import MODEL_TYPE
 
@@ -111,7 +111,7 @@ def infer(engine):
 
 
 def value_loss(**config):
-    return partial(sapo_loss, actor_config(), SAPOConfig(**config))
+    return partial(sapo_loss, actor_config(), SAPO(**config))
 
 
 def plain(metrics):

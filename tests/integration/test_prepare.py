@@ -1,7 +1,6 @@
 """What is said before a run starts."""
 
 import json
-from dataclasses import asdict, replace
 
 import pytest
 from transformers import Qwen2Config
@@ -17,7 +16,7 @@ TAUGHT = PromptConfig(template="bare", system="", list_actions=True)
 
 @pytest.fixture
 def policy(tmp_path):
-    (tmp_path / "warmstart.json").write_text(json.dumps({"options": {"prompt": asdict(TAUGHT)}}))
+    (tmp_path / "warmstart.json").write_text(json.dumps({"options": {"prompt": TAUGHT.model_dump()}}))
     return tmp_path
 
 
@@ -33,7 +32,7 @@ def policy(tmp_path):
     ],
 )
 def test_a_prompt_style_that_the_warm_start_never_saw_is_warned_of(policy, change, keys):
-    lines = taught_otherwise(str(policy), replace(TAUGHT, **change))
+    lines = taught_otherwise(str(policy), TAUGHT.model_copy(update=change))
     assert [line.partition("=")[0] for line in lines] == [f"bpo.prompt.{key}" for key in keys]
 
 

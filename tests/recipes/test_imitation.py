@@ -366,8 +366,8 @@ def test_command_line_defaults_are_the_options_own():
     for option in dataclasses.fields(ImitationOptions):
         if option.name != "prompt":
             assert getattr(args, option.name) == getattr(defaults, option.name)
-    for option in dataclasses.fields(PromptConfig):
-        assert getattr(args, option.name) == getattr(defaults.prompt, option.name)
+    for key, value in defaults.prompt:
+        assert getattr(args, key) == value
     assert parser.parse_args(["--out", "x", "--no-list-actions"]).list_actions is False
 
 

@@ -126,7 +126,7 @@ def as_release_0_1(folder: Path) -> None:
 
 
 def _forget(record: dict) -> None:
-    for name in ("failures", "asked_scores", "fatal"):
+    for name in ("failures", "lessons", "fatal"):
         del record["tree"][name]
 
 

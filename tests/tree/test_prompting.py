@@ -8,6 +8,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
+from verl_bpo.options import read
 from verl_bpo.sandbox.base import Observation
 from verl_bpo.tree.prompting import Conversation, PromptConfig, Prompter
 
@@ -329,7 +330,7 @@ def test_window_of_no_turns_still_shows_the_task_and_the_present(tokenizer):
 )
 def test_a_wrong_config_value_is_named_with_what_would_be_right(values, message):
     with pytest.raises(ValueError, match=message):
-        PromptConfig(**values)
+        read(PromptConfig, values, "bpo.prompt")
 
 
 def test_a_template_that_refuses_system_messages_is_reported_with_the_key_to_change():

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl_bpo.config.schema import build
+from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot, SnapshotUnsupported
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import tree_rows
-from verl_bpo.tree.selectors import online_selector
 
 
 class FakeWorld:
@@ -109,13 +109,16 @@ class ScriptedPolicy:
 
 def roll(policy, world, preset="paper", turns=5, response=100, **user):
     config = build({**user, "env": {"max_turns": turns, "max_action_tokens": 4}}, preset)
-    branch, limits = config.branch, config.budget
-    selector = online_selector(branch.selector, limit=branch.threshold, share=branch.share, interval=branch.interval)
-    budget = Budget(limits.unit, limits.limit, turns, 4)
     with ThreadPoolExecutor(4) as threads:
-        rollout = TreeRollout(
-            policy, world, threads, FakePrompter(), branch, budget, selector, 50, response, fill=limits.fill == "root"
-        )
+        rollout = configured_rollout(
+            config,
+            generate=policy,
+            executor=threads,
+            prompter=FakePrompter(),
+            max_prompt_tokens=50,
+            max_response_tokens=response,
+        )  # fmt: skip
+        rollout.world = world
         return rollout, asyncio.run(rollout.run("task"))
 
 
@@ -298,7 +301,6 @@ def test_a_prompt_longer_than_the_limit_names_the_key():
             Talkative(),
             config.branch,
             Budget("leaves", 1, 5, 4),
-            None,
             50,
             99,
         )

@@ -94,7 +94,7 @@ def test_a_tree_and_its_skeleton_survive_json():
     tree = small_tree()
     tree.nodes[0].actions = ("look", "wait")
     tree.trunk_exchangeable[0] = False
-    tree.failures, tree.asked_scores, tree.fatal = [Failure("SandboxCrashed", "gone", 2)], [0.5], "no such task"
+    tree.failures, tree.lessons, tree.fatal = [Failure("SandboxCrashed", "gone", 2)], [0.5], "no such task"
     for form in (tree, tree.skeleton()):
         assert Tree.from_dict(json.loads(json.dumps(form.to_dict()))) == form
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from verl_bpo.options import Options
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.record import AdvantageRecord, ComparisonRecord
 from verl_bpo.tree.topology import ROOT
@@ -28,6 +29,28 @@ Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
 TrunkInSiblings = Literal["auto", "always", "never"]
+
+
+class BPO(Options):
+    """``algorithm.adv_estimator=bpo``: Branching Policy Optimization."""
+
+    baseline: Baseline = "loo"
+    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n.
+    ``shrunk``: ``loo`` drawn towards the baseline above the branch point, the more the less prefixes explain of the return.
+    ``trajectory``, for comparison: the prompt's other rollouts, wherever they forked."""
+    normalize: Normalize = "none"
+    """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
+    center: bool = False
+    """Subtract the mean over the batch's turns. Where failures are longer than successes, most advantages are negative, and
+    learning then mostly pushes down whatever was sampled."""
+    leaf_return: LeafReturn = "leaf"
+    """Return of a sibling: its own trajectory's ``leaf``, or ``tree_mean``, the mean over its children, recursively."""
+    weighting: Weighting = "uniform"
+    """``uniform``: every tree token weighs the same. ``path_probability``: a turn weighs the product of 1/siblings on
+    its path, which alone makes the policy gradient unbiased, at a higher variance."""
+    trunk_in_siblings: TrunkInSiblings = "auto"
+    """May a trunk's own return stand in its forks' baselines: ``always``, ``never``, or ``auto``: only where the branch
+    point was chosen from the state alone."""
 
 
 @dataclass(frozen=True)

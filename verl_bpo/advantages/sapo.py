@@ -21,12 +21,52 @@ branch point was chosen by looking at the trunk's action.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from verl_bpo.options import Options
+
 Bootstrap = Literal["sarsa", "v"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+
+
+class SAPO(Options):
+    """``algorithm.adv_estimator=sapo``: Single-rollout Autoregressive Policy Optimization (arXiv 2608.19842). Not verl's
+    policy loss of the same name."""
+
+    gamma: Fraction = 1.0
+    """Discount of a turn."""
+    lam: Fraction = 0.95
+    """lambda of the returns G that advantages and the state values' targets are made of."""
+    bootstrap: Bootstrap = "sarsa"
+    """What stands in G for the rest after the next turn began: ``sarsa``, its action value Q, or ``v``, its state value."""
+    sarsa_lambda: Fraction = 0.0
+    """lambda of the action values' targets: 0 is SARSA's one step."""
+    truncation: Literal["bootstrap", "terminal"] = "terminal"
+    """A trajectory cut by a limit: ``terminal`` counts nothing after it, so running out of turns is a failure, as it is for
+    every other estimator here. ``bootstrap`` takes the last turn's action value Q for its return, and that turn teaches Q
+    nothing: for limits that are no part of the task. Where episodes fail only by running out, it leaves nothing that holds
+    the values down."""
+    normalise: bool = True
+    """Advantages to mean 0 and standard deviation 1 over all turns of the batch."""
+    v_coef: NotNegative = 0.5
+    """c_v: weight of the state values' loss beside the policy's."""
+    q_coef: NotNegative = 0.5
+    """c_q: weight of the action values' loss beside the policy's."""
+    value_clip: Above0 | None = 0.5
+    """How far a value may move from what it was when the batch was sampled before its loss is clipped. None: any."""
+    value_grad_scale: NotNegative = 1.0
+    """Factor on the value losses' gradient into the backbone: 1 shares it (the paper), 0 leaves the heads a probe."""
+    head_lr: Above0 | None = None
+    """Learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about 0.1 at
+    most, whatever the model's width."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Training steps in which only the heads learn, before the policy starts to."""
 
 
 @dataclass(frozen=True)

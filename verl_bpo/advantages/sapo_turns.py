@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from verl_bpo.advantages.sapo import lambda_returns, normalise_turns, sarsa_targets
+from verl_bpo.advantages.sapo import SAPO, lambda_returns, normalise_turns, sarsa_targets
 from verl_bpo.advantages.sapo_losses import explained_variance
-from verl_bpo.config.schema import SAPOConfig
 from verl_bpo.tree.forest import Forest
 
 
 def sapo_turns(
-    forest: Forest, v: torch.Tensor, q: torch.Tensor, config: SAPOConfig
+    forest: Forest, v: torch.Tensor, q: torch.Tensor, config: SAPO
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What the update needs of every turn.
 

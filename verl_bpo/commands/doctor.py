@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from verl_bpo.shells.container import ContainerConfig
@@ -67,7 +67,7 @@ def _environments(containers: ContainerConfig | None) -> list[Check]:
     from verl_bpo.sandbox.loading import built_in_environments, environment_status
     from verl_bpo.shells.base import SHELLS
 
-    options = {"container": asdict(containers)} if containers else {}
+    options = {"container": containers.model_dump()} if containers else {}
     shells = [Check(f"shells: {name}", *_probe(name, options.get(name, {}))) for name in SHELLS.built_in()]
     return shells + [Check(f"environment {name}", *environment_status(name)) for name in built_in_environments()]
 

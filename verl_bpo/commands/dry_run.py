@@ -28,7 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
 from verl_bpo.commands.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
-from verl_bpo.config.schema import BPOConfig, ConfigError
+from verl_bpo.config.schema import BPOConfig
+from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.sandbox.loading import load_environment
 

@@ -44,7 +44,7 @@ def evaluate(
         "panel": {"sha256": panel_digest(panel), "tasks": len(panel), "envs": sorted({t.env for t in panel})},
         **{k: v for k, v in asdict(options).items() if k not in ("config", "episodes")},
         "env": {k: getattr(options.config.env, k) for k in ("kwargs", "max_turns", "max_action_tokens")},
-        "prompt": asdict(options.config.prompt),
+        "prompt": options.config.prompt.model_dump(),
     }
     _check_same(out, spec)
     wanted = [(i, e) for e in range(options.episodes) for i in range(len(panel))]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from types import ModuleType
-from typing import get_type_hints
 
 from verl_bpo import __version__
 
@@ -38,31 +35,10 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def config_table() -> list[tuple[str, object, str]]:
-    """(key, default, meaning) of every ``bpo.*`` key, the meaning taken from the line under the field."""
-    from verl_bpo.config.schema import BPOConfig
+    """(key, default, meaning) of every ``bpo.*`` key."""
+    from verl_bpo.config.reference import table
 
-    return _table(BPOConfig, "bpo")
-
-
-def _table(cls: type, prefix: str) -> list[tuple[str, object, str]]:
-    import ast
-    import textwrap
-
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    meanings = {
-        field.target.id: " ".join(ast.literal_eval(doc.value).split())
-        for field, doc in zip(body, body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
-    hints, rows = get_type_hints(cls), []
-    for field in fields(cls):
-        key = f"{prefix}.{field.name}"
-        if is_dataclass(hints[field.name]):
-            rows += _table(hints[field.name], key)
-        else:
-            default = field.default if field.default is not MISSING else field.default_factory()
-            rows.append((key, default, meanings.get(field.name, "")))
-    return rows
+    return table()
 
 
 def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
@@ -81,7 +57,7 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
-    from verl_bpo.config.schema import ConfigError
+    from verl_bpo.options import ConfigError
     from verl_bpo.sandbox.base import SandboxError
     from verl_bpo.sandbox.loading import EnvironmentUnavailable
 

@@ -9,13 +9,13 @@ from typing import Any
 from zlib import crc32
 
 from verl_bpo.config.schema import BPOConfig
+from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.tree.prompting import Prompter
-from verl_bpo.tree.rollout import Generation, TreeRollout
-from verl_bpo.tree.selectors import OnlineSelector
+from verl_bpo.tree.rollout import Generation
 from verl_bpo.tree.topology import Failure, Tree
 
 
@@ -67,13 +67,12 @@ class LocalRollouts:
         self.pools.close()
         self.executor.shutdown()
 
-    async def tree(self, env: str, task: str, seed: int, identity: str, selector: OnlineSelector | None = None) -> Tree:
+    async def tree(self, env: str, task: str, seed: int, identity: str) -> Tree:
         """Roll one tree as ``bpo.branch`` and ``bpo.budget`` say.
 
         Args:
             env, task, seed: what to open.
             identity: names the tree among all trees of this seed.
-            selector: in place of the one that ``bpo.branch.selector`` names.
 
         Returns:
             The tree. A world that can't be opened gives one without trajectories.
@@ -81,9 +80,8 @@ class LocalRollouts:
         Raises:
             EnvironmentUnavailable, SnapshotUnsupported, ValueError: no other task would fare better.
         """
-        rollout = TreeRollout.configured(
+        rollout = configured_rollout(
             self.config,
-            selector=selector,
             generate=self._generator(identity),
             executor=self.executor,
             prompter=self.prompter,

@@ -46,7 +46,7 @@ class Pools:
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:
     """The constructor's arguments: the user's, and for one that acts by shell commands the kind of shell."""
-    if spec.execution == EnvConfig.execution or not load_environment(env).runs_commands:
+    if spec.execution == EnvConfig.model_fields["execution"].default or not load_environment(env).runs_commands:
         return spec.kwargs
     shell = {**spec.shell_options, **spec.kwargs.get("shell", {})}
     return {**spec.kwargs, "execution": spec.execution, "shell": shell}

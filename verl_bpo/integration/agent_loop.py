@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
 from verl_bpo.config.schema import BPOConfig, build
+from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.record import TreeRecord, dump_tree
 from verl_bpo.tree.rollout import Generation, TreeRollout
-from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, Row, RowSpans, tree_rows
+from verl_bpo.tree.rows import BRANCH_LESSON, LOST, Row, RowSpans, tree_rows
 from verl_bpo.tree.topology import Failure, Tree
 
 
@@ -59,9 +60,9 @@ class TreeAgentLoop(AgentLoopBase):
         env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
         validate = sampling_params.pop("_validate", False)
         identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
-        rollout = TreeRollout.configured(
+        rollout = configured_rollout(
             self.shared.plain if validate else self.bpo,
-            learnt_limit=row.get(BRANCH_LIMIT),
+            lesson=row.get(BRANCH_LESSON),
             generate=self._generator(sampling_params, identity),
             executor=self.shared.executor,
             prompter=self.prompter,
@@ -120,9 +121,9 @@ class TreeAgentLoop(AgentLoopBase):
                 )
             if len(entropy) != len(tokens) and self.bpo.branch.needs_entropy:
                 raise ValueError(
-                    f"bpo.branch.selector={self.bpo.branch.selector} needs the entropy of each sampled token, and rollout "
-                    f"engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or hf, or a "
-                    f"selector that needs none (fixed_interval, random, every)"
+                    f"bpo.branch.selector={self.bpo.branch.selector.NAME} needs the entropy of each sampled token, and "
+                    f"rollout engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or "
+                    f"hf, or a selector that needs none (fixed_interval, random, every)"
                 )
             return Generation(
                 token_ids=tokens,

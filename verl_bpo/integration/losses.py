@@ -9,8 +9,8 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.advantages.sapo_losses import sapo_value_loss
-from verl_bpo.config.schema import SAPOConfig
 
 
 def policy_loss(config: Any, model_output: dict, data: Any, dp_group: Any = None) -> tuple[Any, dict]:
@@ -26,7 +26,7 @@ SAPO_FIELDS = ("returns", "action_targets", "old_state_values", "old_action_valu
 y is a target."""
 
 
-def sapo_loss(config: Any, sapo: SAPOConfig, model_output: dict, data: Any, dp_group: Any = None) -> tuple[Any, dict]:
+def sapo_loss(config: Any, sapo: SAPO, model_output: dict, data: Any, dp_group: Any = None) -> tuple[Any, dict]:
     """``policy_loss`` plus the value losses of SAPO (Single-rollout Autoregressive Policy Optimization, arXiv 2608.19842;
     not verl's loss mode ``sapo``): one loss for one backward.
 

@@ -6,18 +6,19 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.integration.process import ERRORS, on_cpu
 from verl_bpo.integration.vllm import vllm_usable
+from verl_bpo.options import ConfigError, keys
 from verl_bpo.sandbox.loading import BACKENDS, environment_status, load_environment
 from verl_bpo.shells.base import SHELLS
 from verl_bpo.tree.prompting import PromptConfig
+from verl_bpo.tree.selectors import NoBranching
 
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.integration.manager.TreeManager"
@@ -80,7 +81,7 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     for difference in taught_otherwise(str(config.actor_rollout_ref.model.path), resolved.prompt):
         print(f"verl_bpo: WARNING: {difference}")
     with open_dict(config):
-        config.bpo = OmegaConf.create(asdict(resolved))
+        config.bpo = OmegaConf.create(resolved.model_dump())
         config.trainer.use_v1 = True
         config.trainer.v1.trainer_mode = MODES["sapo" if readout else "bpo"]
         rollout = config.actor_rollout_ref.rollout
@@ -125,13 +126,13 @@ def taught_otherwise(model: str, prompt: PromptConfig) -> list[str]:
     record = Path(model).expanduser() / "warmstart.json"
     if not record.is_file():
         return []
-    known = {field.name for field in fields(PromptConfig)}
+    known = keys(PromptConfig)
     taught = json.loads(record.read_text())["options"]["prompt"]
     taught = PromptConfig(**{key: value for key, value in taught.items() if key in known})
-    keys = ["template", "list_actions", "max_observation_tokens", "context"]
-    keys += ["max_actions_listed"] if prompt.list_actions and taught.list_actions else []
-    keys += ["window_turns"] if prompt.context == taught.context == "window" else []
-    differ = [(key, getattr(prompt, key), getattr(taught, key)) for key in keys]
+    compared = ["template", "list_actions", "max_observation_tokens", "context"]
+    compared += ["max_actions_listed"] if prompt.list_actions and taught.list_actions else []
+    compared += ["window_turns"] if prompt.context == taught.context == "window" else []
+    differ = [(key, getattr(prompt, key), getattr(taught, key)) for key in compared]
     differ.append(("system", prompt.system_text, taught.system_text))
     return [
         f"bpo.prompt.{key}={now!r}, but the policy in {model} was taught with {then!r}: it meets prompts it never saw"
@@ -154,8 +155,8 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
         _check_readout(config)
     if tree and bpo.branch.needs_value and engine not in VALUE_ENGINES:
         raise ConfigError(
-            f"bpo.branch.score={bpo.branch.score} needs state values during rollouts, which rollout.name={engine} doesn't "
-            f"give: set bpo.branch.score=entropy, or actor_rollout_ref.rollout.name={VALUE_ENGINES[0]}"
+            f"bpo.branch.score={bpo.branch.selector.score} needs state values during rollouts, which rollout.name={engine} "
+            f"doesn't give: set bpo.branch.score=entropy, or actor_rollout_ref.rollout.name={VALUE_ENGINES[0]}"
         )
     if bpo.packed_tree.enable:
         _check_packed_trees(config, bpo.packed_tree.backend)
@@ -164,10 +165,10 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
             "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
             "use actor_rollout_ref.actor.use_kl_loss=True"
         )
-    if not tree and bpo.branch.selector != "none":
+    if not tree and not isinstance(bpo.branch.selector, NoBranching):
         raise ConfigError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} takes independent trajectories, but "
-            f"bpo.branch.selector={bpo.branch.selector} branches: set bpo.preset=plain or adv_estimator=bpo"
+            f"bpo.branch.selector={bpo.branch.selector.NAME} branches: set bpo.preset=plain or adv_estimator=bpo"
         )
     if not tree and bpo.branch.root_samples != 1:
         raise ConfigError(
@@ -179,7 +180,7 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
             f"bpo.updates_per_step={bpo.updates_per_step} is more than data.train_batch_size="
             f"{config.data.train_batch_size} prompts"
         )
-    alone = bpo.branch.selector == "none" and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
+    alone = isinstance(bpo.branch.selector, NoBranching) and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
     if config.algorithm.adv_estimator == "bpo" and alone and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
             "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
@@ -240,7 +241,7 @@ def _use_value_readout(config: DictConfig, bpo: BPOConfig) -> None:
         if role.strategy == "fsdp":
             role.strategy = "fsdp2"
             print("verl_bpo: strategy=fsdp2 in place of fsdp, for SAPO's float32 value heads")
-    _environment(config, "VERL_BPO_SAPO", json.dumps(asdict(bpo.sapo)))
+    _environment(config, "VERL_BPO_SAPO", json.dumps(bpo.sapo.model_dump()))
     _environment(config, "VERL_BPO_VALUES_IN_ROLLOUT", str(int(bpo.branch.needs_value)))
 
 

@@ -44,8 +44,8 @@ from verl_bpo.tree.metrics import (
 )
 from verl_bpo.tree.prompting import PromptConfig, Prompter
 from verl_bpo.tree.record import dump_advantages, set_aside
-from verl_bpo.tree.rows import BRANCH_LIMIT, LOST, RowSpans
-from verl_bpo.tree.selectors import ScoreMemory
+from verl_bpo.tree.rows import BRANCH_LESSON, LOST, RowSpans
+from verl_bpo.tree.selectors import Choosing
 from verl_bpo.tree.topology import Tree
 from verl_bpo.tree.trajectories import Trajectories
 
@@ -69,7 +69,8 @@ class TreeTrainer(PPOTrainerSync):
             config.trainer.v1.trainer_mode = "sync"
         self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
         self.totals: Counter[str] = Counter()
-        self.memory = ScoreMemory()
+        selector = self.bpo.branch.selector
+        self.memory = selector.memory() if isinstance(selector, Choosing) else None
         self._told_blind = False
         super().__init__(config)
 
@@ -128,9 +129,9 @@ class TreeTrainer(PPOTrainerSync):
                 self.total_training_steps = min(self.total_training_steps, self.global_steps + 1)
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
-        limit = self.memory.limit(self.bpo.branch.share) if self.bpo.branch.selector == "quantile" else None
-        if limit is not None:
-            tu.assign_non_tensor_data(batch, BRANCH_LIMIT, limit)
+        lesson = None if self.memory is None else self.bpo.branch.selector.taught(self.memory)
+        if lesson is not None:
+            tu.assign_non_tensor_data(batch, BRANCH_LESSON, lesson)
         return super()._submit_batch_to_rollout(batch)
 
     # --- optimizer steps --------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ class TreeTrainer(PPOTrainerSync):
         self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """BPO's weighted advantage of every turn [N], and each row's mask of the tokens that it trains."""
-        result = sibling_advantages(trees, **vars(self.bpo.advantage))
+        result = sibling_advantages(trees, **self.bpo.advantage.model_dump())
         metrics.update(advantage_metrics(result))
         self._dump_advantages(trees, uids, batch.keys, result)
         masks = [row.spread(result.valid.long()) for row in rows]
@@ -342,8 +343,8 @@ class TreeTrainer(PPOTrainerSync):
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics.update(tree_metrics(trees))
         branch = self.bpo.branch
-        if branch.selector == "quantile":
-            self.memory.add(trees.asked_scores)
+        if self.memory is not None:
+            self.memory.add(trees.lessons)
         if (
             not self._told_blind
             and branch.needs_entropy
@@ -362,7 +363,11 @@ class TreeTrainer(PPOTrainerSync):
         prompt_of = {_session(k): u for k, u in zip(keys, uids)}
         records = [
             result.record(
-                turns, self.global_steps, prompt_of[session], int(session.rsplit("_", 1)[1]), vars(self.bpo.advantage)
+                turns,
+                self.global_steps,
+                prompt_of[session],
+                int(session.rsplit("_", 1)[1]),
+                self.bpo.advantage.model_dump(),
             )
             for session, turns in trees.turns.items()
         ]
@@ -382,7 +387,7 @@ class TreeTrainer(PPOTrainerSync):
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         partial_file = folder / f".{STATE_FILE}.partial"
-        state = {"totals": dict(self.totals), "scores": list(self.memory.steps)}
+        state = {"totals": dict(self.totals), "scores": [] if self.memory is None else list(self.memory.steps)}
         partial_file.write_text(json.dumps(state))
         os.replace(partial_file, folder / STATE_FILE)
         OmegaConf.save(self.config, folder / CONFIG_FILE, resolve=True)  # verl-bpo eval goes by it
@@ -400,7 +405,8 @@ class TreeTrainer(PPOTrainerSync):
         if file.exists():
             state = json.loads(file.read_text())
             self.totals.update(state["totals"])
-            self.memory.steps.extend(state.get("scores", []))
+            if self.memory is not None:
+                self.memory.steps.extend(state.get("scores", []))
 
 
 def trajectory_advantages(

@@ -27,8 +27,7 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_bpo.advantages.sapo import TurnBoundaries, turn_boundaries
-from verl_bpo.config.schema import SAPOConfig
+from verl_bpo.advantages.sapo import SAPO, TurnBoundaries, turn_boundaries
 from verl_bpo.model.value_readout import (
     IN_ROLLOUT,
     NAME,
@@ -66,7 +65,7 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
     """
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        self.settings = SAPOConfig(**json.loads(os.environ.get(SETTINGS, "{}")))
+        self.settings = SAPO(**json.loads(os.environ.get(SETTINGS, "{}")))
         self.readout: ValueReadout | None = None
         self._only_heads = False
         self._head_gradients: list[torch.Tensor | None] = []

@@ -133,7 +133,7 @@ def derived_from(base: type) -> Callable[[type], str]:
 
     def lacks(found: type) -> str:
         derived = isinstance(found, type) and issubclass(found, base)
-        return "" if derived else f"derive it from verl_bpo.sandbox.{base.__name__}"
+        return "" if derived else f"derive it from {base.__module__.removesuffix('.base')}.{base.__name__}"
 
     return lacks
 

@@ -19,10 +19,12 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pydantic import model_validator
+
+from verl_bpo.options import ConfigError, Options
 from verl_bpo.sandbox.base import SandboxError, TaskError
 from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
 
@@ -52,8 +54,7 @@ _disk_limit_kept: dict[tuple[str, ...], bool] = {}
 _reclaimed: set[str] = set()
 
 
-@dataclass
-class ContainerConfig:
+class ContainerConfig(Options):
     """Where ``bpo.env.execution=container`` runs shells."""
 
     engine: str | None = None
@@ -64,12 +65,14 @@ class ContainerConfig:
     image: str | None = None
     """Image of tasks that name none (``repair``: one with bash and Python). ``swebench`` has its own for each instance."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> ContainerConfig:
         for key in ("engine", "run_options"):
             try:
                 shlex.split(getattr(self, key) or "")
             except ValueError as error:
-                raise ValueError(f"bpo.env.container.{key}={getattr(self, key)!r}: {error}") from error
+                raise ConfigError(f"bpo.env.container.{key}={getattr(self, key)!r}: {error}") from error
+        return self
 
 
 @cache

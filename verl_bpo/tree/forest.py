@@ -131,6 +131,6 @@ class Forest:
         return [failure for tree in self.trees.values() for failure in tree.failures]
 
     @property
-    def asked_scores(self) -> list[float]:
+    def lessons(self) -> list[float]:
         """Of all trees."""
-        return [score for tree in self.trees.values() for score in tree.asked_scores]
+        return [score for tree in self.trees.values() for score in tree.lessons]

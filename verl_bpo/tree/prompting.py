@@ -12,10 +12,12 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from jinja2 import TemplateError
+from pydantic import Field
 
+from verl_bpo.options import Options
 from verl_bpo.sandbox.base import Observation
 
 _PLACEHOLDER = re.compile(r"<[^<>]+>")
@@ -34,36 +36,23 @@ DEFAULT_SYSTEM = {
 }
 
 
-@dataclass
-class PromptConfig:
-    """How the policy sees the world and how its answers are read.
+class PromptConfig(Options):
+    """How the policy sees the world and how its answers are read."""
 
-    Raises:
-        ValueError: a value is out of range; the message names the key, the value and what would be right.
-    """
-
-    template: str = "think_action"
+    template: Literal["bare", "think_action"] = "think_action"
     """``bare``: the assistant's message is the action itself. ``think_action``: reasoning, then the action, in tags."""
     system: str | None = None
     """System message. None takes the default of ``template``; an empty text sends none."""
     list_actions: bool = False
     """Append the admissible actions, where the environment lists them, to each observation."""
-    max_actions_listed: int = 50
+    max_actions_listed: Annotated[int, Field(ge=1)] = 50
     """List at most this many; how many were left out is said."""
-    max_observation_tokens: int = 1024
+    max_observation_tokens: Annotated[int, Field(ge=16)] = 1024
     """A longer observation loses its middle. The list of actions isn't counted."""
-    context: str = "full"
+    context: Literal["full", "window"] = "full"
     """``full``: the whole conversation, append-only. ``window``: a new, bounded prompt for each turn."""
-    window_turns: int = 4
+    window_turns: Annotated[int, Field(ge=0)] = 4
     """``window``: how many of the latest actions stay in the prompt, each with the observation that it led to."""
-
-    def __post_init__(self) -> None:
-        for key, choices in (("template", ("bare", "think_action")), ("context", ("full", "window"))):
-            if getattr(self, key) not in choices:
-                raise ValueError(f"bpo.prompt.{key}={getattr(self, key)!r} is not one of {', '.join(choices)}")
-        for key, least in (("max_actions_listed", 1), ("max_observation_tokens", 16), ("window_turns", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"bpo.prompt.{key}={getattr(self, key)} must be at least {least}")
 
     @property
     def system_text(self) -> str:

@@ -13,13 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
+from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation, Prompter
-from verl_bpo.tree.selectors import Candidate, OnlineSelector, branch_score, decision_score, online_selector, rank
+from verl_bpo.tree.selectors import Choosing, DecisionPoint, NoBranching, Ranking
 from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
 logger = logging.getLogger(__name__)
@@ -57,12 +58,10 @@ class World(Protocol):
 class _Point:
     """A decision point kept for forking: everything needed to act there again."""
 
-    node: int
-    depth: int
+    seen: DecisionPoint
     snapshot: Snapshot
     conversation: Conversation
     admissible: tuple[str, ...] | None
-    score: float
 
 
 @dataclass
@@ -73,10 +72,8 @@ class TreeRollout:
     world: World
     executor: Executor
     prompter: Prompter
-    branch: Any
-    """A ``BranchConfig``."""
+    branch: Branching
     budget: Budget
-    selector: OnlineSelector | None
     max_prompt_tokens: int
     max_response_tokens: int
     fill: bool = True
@@ -84,38 +81,11 @@ class TreeRollout:
     chance: Callable[[str], float] = lambda place: random.random()
     """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
 
-    @classmethod
-    def configured(
-        cls, config: Any, *, selector: OnlineSelector | None = None, learnt_limit: float | None = None, **parts: Any
-    ) -> TreeRollout:
-        """One that branches and spends as ``config`` (a ``BPOConfig``) says; its world is opened later.
-
-        Args:
-            selector: in place of the one that ``bpo.branch.selector`` names.
-            learnt_limit: what selector ``quantile`` goes by.
-            parts: the other fields.
-        """
-        branch, limits, env = config.branch, config.budget, config.env
-        own = online_selector(
-            branch.selector,
-            limit=branch.threshold,
-            share=branch.share,
-            interval=branch.interval,
-            learnt_limit=learnt_limit,
-        )
-        return cls(
-            world=None,
-            branch=branch,
-            budget=Budget(limits.unit, limits.limit, env.max_turns, env.max_action_tokens),
-            selector=selector or own,
-            fill=limits.fill == "root",
-            **parts,
-        )
-
     def __post_init__(self) -> None:
         self.tree = Tree(prompt_ids=[])
         self.counters: Counter[str] = Counter()
-        self.points: dict[int, list[_Point]] = {}
+        self.points: list[_Point] = []
+        """Those that a ranking selector may still choose."""
         self.nesting: dict[int, int] = {}
         self.versions: set[int] = set()
         self._open: set[Sandbox] = set()
@@ -137,7 +107,7 @@ class TreeRollout:
         self.task, self.seed = task, seed
         try:
             await self._all([self._root() for _ in range(self._claim(self.branch.root_samples, 0))])
-            if self.branch.selector == "top_k":
+            if isinstance(self.branch.selector, Ranking):
                 await self._fork_ranked()
             await self._fill()
         finally:
@@ -165,28 +135,26 @@ class TreeRollout:
 
     async def _fork_ranked(self) -> None:
         """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
-        used: set[int] = set()
-        for _ in range(self.branch.top_k):
-            candidates = [
-                Candidate(index, p.node, p.score, self.tree.trajectory_return(self.tree.trajectories[index]) > 0)
-                for index, points in self.points.items()
-                if self.tree.trajectories[index].usable
-                for p in points
-                if p.node not in used
+        trajectories = self.tree.trajectories
+        for _ in range(self.branch.selector.rounds):
+            points = {
+                p.seen.node: p
+                for p in self.points
+                if trajectories[p.seen.trajectory].usable and self._affords(p.seen.depth)
+            }
+            seen = [
+                replace(p.seen, success=self.tree.trajectory_return(trajectories[p.seen.trajectory]) > 0)
+                for p in points.values()
             ]
-            ranked = rank(candidates, self.branch.trunk)
-            point = next(
-                (p for c in ranked for p in self.points[c.trajectory] if p.node == c.node and self._affords(p.depth)),
-                None,
-            )
-            if point is None:
+            best = next(iter(self.branch.selector.ranked(seen)), None)
+            if best is None:
                 return
-            used.add(point.node)
-            await self._all([self._fork(point)])
+            self.points.remove(points[best.node])
+            await self._all([self._fork(points[best.node])])
 
     async def _fill(self) -> None:
         """What branching left over goes to further root samples."""
-        if self.branch.selector == "none" and self.budget.unit == "leaves":
+        if isinstance(self.branch.selector, NoBranching) and self.budget.unit == "leaves":
             return
         while self.fill and (count := self._claim(self.budget.limit, 0)):
             self.counters["filled_roots"] += count
@@ -221,13 +189,13 @@ class TreeRollout:
 
     async def _fork(self, point: _Point) -> None:
         """Sample K alternatives at ``point`` and roll each to its end."""
-        count = self._claim(self.branch.forks, point.depth)
+        count = self._claim(self.branch.forks, point.seen.depth)
         if count == 0:
             return
-        parent = self.tree.nodes[point.node].parent
+        parent = self.tree.nodes[point.seen.node].parent
         self.tree.trunk_exchangeable[parent] = self.branch.state_only
         indices = [self.tree.add_trajectory(parent) for _ in range(count)]
-        nesting = self.nesting[self.tree.nodes[point.node].trajectory] + 1
+        nesting = self.nesting[point.seen.trajectory] + 1
         started = time.perf_counter()
         try:
             sandboxes = await self._call(self._open_forks, point, count)
@@ -240,9 +208,11 @@ class TreeRollout:
             self.nesting[index] = nesting
             if isinstance(sandbox, Exception):
                 self._lost(index, sandbox)
-                self.budget.settle(point.depth, 0, 0)
+                self.budget.settle(point.seen.depth, 0, 0)
                 continue
-            jobs.append(self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.depth))
+            jobs.append(
+                self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.seen.depth)
+            )
         await self._all(jobs)
 
     async def _trajectory(
@@ -267,16 +237,12 @@ class TreeRollout:
                 self._count(sampled)
                 text = self.prompter.decode(sampled.token_ids)
                 action, valid = self.prompter.parse(text, admissible)
-                which = self.branch.entropy_tokens
-                forced = self.prompter.forced_tokens(sampled.token_ids, admissible) if which == "open" else 0
-                entropy = decision_score(sampled.entropy, which, self.branch.entropy_m, forced)
-                point = None
-                online = False
-                if depth >= 1 and self.nesting[index] < self.branch.depth and self.branch.selector != "none":
-                    score = branch_score(self.branch.score, entropy, sampled.state_value)
-                    online = self._chosen(score, depth, f"{index}/{depth}") and self._affords(depth)
-                    if online or self.selector is None:
-                        point = await self._snapshot(sandbox, depth, conversation, admissible, score)
+                seen = self._look(index, depth, sampled, admissible)
+                point, chosen = None, False
+                if depth >= 1 and self.nesting[index] < self.branch.depth:
+                    chosen = self._chooses(seen) and self._affords(depth)
+                    if chosen or isinstance(self.branch.selector, Ranking):
+                        point = await self._snapshot(sandbox, seen, conversation, admissible)
                 if action is None:
                     observation = self.prompter.no_action(text, admissible)
                     idle += 1
@@ -298,7 +264,7 @@ class TreeRollout:
                         action_text=text.strip() if action is None else action,
                         observation_text=observation.text,
                         actions=admissible,
-                        score=entropy,
+                        score=seen.entropy,
                         state_value=sampled.state_value,
                         cached_tokens=sampled.cached_tokens,
                         prefill_tokens=sampled.prefill_tokens,
@@ -306,10 +272,11 @@ class TreeRollout:
                     )
                 )
                 if point is not None:
-                    point.node = node
-                    self.points.setdefault(index, []).append(point)
-                    if online:
+                    point.seen = replace(seen, node=node)
+                    if chosen:
                         forks.append(self._spawn(self._fork(point)))
+                    else:
+                        self.points.append(point)
                 parent = node
                 if observation.done or depth >= self.budget.max_turns or full:
                     trajectory.end = "terminated" if observation.terminated else "truncated"
@@ -330,20 +297,31 @@ class TreeRollout:
         if forks:
             await asyncio.gather(*forks)
 
-    async def _snapshot(self, sandbox, depth, conversation, admissible, score) -> _Point:
+    async def _snapshot(self, sandbox, seen, conversation, admissible) -> _Point:
         started = time.perf_counter()
         snapshot = await self._call(self._take_snapshot, sandbox)
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
-        return _Point(-1, depth, snapshot, conversation, admissible, score)
+        return _Point(seen, snapshot, conversation, admissible)
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
-    def _chosen(self, score: float, depth: int, place: str) -> bool:
-        if self.selector is None:
+    def _look(self, index: int, depth: int, sampled: Generation, admissible: tuple[str, ...] | None) -> DecisionPoint:
+        """The state that ``sampled`` was sampled in, as selectors see it."""
+        forced = 0
+        if self.branch.entropy_tokens == "open":
+            forced = self.prompter.forced_tokens(sampled.token_ids, admissible)
+        entropy, chance = self.branch.entropy(sampled.entropy, forced), self.chance(f"{index}/{depth}")
+        return DecisionPoint(depth, entropy, sampled.state_value, chance, index)
+
+    def _chooses(self, seen: DecisionPoint) -> bool:
+        """Whether to branch at once, where the selector doesn't wait for whole trajectories."""
+        if not isinstance(self.branch.selector, Choosing):
             return False
-        self.tree.asked_scores.append(score)
-        return self.selector(score, depth, self.chance(place))
+        lesson = self.branch.selector.lesson(seen)
+        if lesson is not None:
+            self.tree.lessons.append(lesson)
+        return self.branch.selector.chooses(seen)
 
     def _room(self, conversation: Conversation) -> int:
         """Tokens that the row may still take after this conversation."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from verl_bpo.tree.plain import read
 from verl_bpo.tree.topology import Tree
 
-BRANCH_LIMIT = "branch_limit"
-"""Field of a prompt row: the limit that selector ``quantile`` has learnt so far."""
+BRANCH_LESSON = "branch_lesson"
+"""Field of a prompt row: what the selector has learnt so far."""
 
 
 LOST = -1

@@ -1,76 +1,106 @@
-"""Where a tree branches: the entropy signal and the selectors.
+"""Where a tree branches.
 
-An online selector decides at a decision point while the trajectory runs through it. A ranked selector looks at the
-decision points of finished trajectories.
+A selector is an object that owns its parameters (``bpo.branch.NAME``) and says what it needs. One that *chooses* decides
+at a decision point while a trajectory runs through it; one that *ranks* looks at the decision points of finished
+trajectories. ``bpo.branch.selector`` names a built-in one or an own one, as ``file.py:Class``.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
+
+from verl_bpo.options import ConfigError, Options
+from verl_bpo.sandbox.loading import EnvironmentUnavailable, Registry, derived_from
+
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
-def decision_score(entropy: list[float], tokens: str, m: int, forced: int = 0) -> float:
-    """Entropy signal of a decision point, nats.
+@dataclass(frozen=True)
+class DecisionPoint:
+    """A state in which the model is about to act, as a selector sees it."""
 
-    Args:
-        entropy: true entropy of the distribution that each action token was sampled from.
-        tokens: ``first`` (a function of the state alone), ``open`` (nearly so: of the sampled action too where that departs
-            from the form), ``first_m`` or ``all`` (functions of the sampled action too).
-        m: length of ``first_m``.
-        forced: how many of the tokens the form of an answer dictates; ``open`` is the next one.
-    """
-    if not entropy:
-        return 0.0
-    at = min(forced, len(entropy) - 1)  # a sample may be cut inside the form
-    used = {"first": entropy[:1], "open": [entropy[at]], "first_m": entropy[:m], "all": entropy}[tokens]
-    return float(sum(used) / len(used))
-
-
-def branch_score(kind: str, entropy: float, value: float | None) -> float:
-    """How much a decision point is worth branching.
-
-    Args:
-        kind: ``entropy``; ``value``, V(1-V), the variance of a return that is 0 or 1 with mean V, and so highest where the
-            outcome is still open; ``entropy_value``, their product.
-        entropy: of the policy there, nats.
-        value: V of the state, held within [0, 1]. Needed for all but ``entropy``.
-
-    Raises:
-        ValueError: no value where ``kind`` needs one.
-    """
-    if kind == "entropy":
-        return entropy
-    if value is None:
-        raise ValueError(f"bpo.branch.score={kind} needs state values, and the rollout engine gives none")
-    value = min(max(value, 0.0), 1.0)
-    openness = value * (1 - value)
-    return openness if kind == "value" else entropy * openness
+    depth: int
+    """Turns before it, at least 1: the initial state branches by ``root_samples``."""
+    entropy: float
+    """Entropy signal of the state, nats: see :class:`verl_bpo.tree.branching.Branching`."""
+    value: float | None
+    """V of the state by SAPO's readout; None where the rollout engine gives none."""
+    chance: float
+    """Drawn uniformly from [0, 1), independently for each decision point."""
+    trajectory: int = 0
+    node: int = -1
+    """The turn that was taken there, once it was."""
+    success: bool = False
+    """Whether its trajectory won, once it has ended."""
 
 
-OnlineSelector = Callable[[float, int, float], bool]
-"""(score of the decision point, turns before it, a number drawn uniformly from [0, 1)) -> branch here?"""
+class Selector(Options):
+    """Where to branch. Subclass :class:`Choosing` or :class:`Ranking`: its fields are its parameters."""
+
+    NAME: ClassVar[str] = ""
+    """What ``bpo.branch.selector`` calls a built-in one."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it looks at of a point: ``entropy``, ``value``."""
+        return frozenset()
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        """Whether it chooses from the state alone, so that the action that was taken there anyway is a fair draw.
+
+        Args:
+            entropy_of_state: whether the entropy that it may look at is a function of the state.
+        """
+        return False
 
 
-def threshold(limit: float) -> OnlineSelector:
-    """The paper's: branch where the score reaches a limit set by hand."""
-    return lambda score, depth, chance: score >= limit
+class Choosing(Selector):
+    """Decides while the trajectory runs. With a memory it goes by past training steps, never by the present one: a choice
+    then depends neither on the order in which trees happen to be rolled nor on which worker rolls them."""
+
+    @abstractmethod
+    def chooses(self, point: DecisionPoint) -> bool:
+        """Whether to branch here."""
+
+    def lesson(self, point: DecisionPoint) -> float | None:
+        """What its memory is to keep of this point; None for nothing."""
+        return None
+
+    def memory(self) -> ScoreMemory | None:
+        """A new memory, which the trainer keeps; None where nothing is learnt."""
+        return None
+
+    def taught(self, memory: ScoreMemory) -> float | None:
+        """What a training step's rollouts are to know of the memory."""
+        return None
+
+    def knowing(self, lesson: float | None) -> Choosing:
+        """This selector, as it chooses with what :meth:`taught` gave."""
+        return self
 
 
-def quantile(limit: float | None, share: float) -> OnlineSelector:
-    """Branch above the limit of a :class:`ScoreMemory`; at random with the same share while it has none."""
-    return at_random(share) if limit is None else lambda score, depth, chance: score > limit
+class Ranking(Selector):
+    """Ranks the points of finished trajectories."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> int:
+        """How often the best affordable point is forked; points of its forks stand among the next round's."""
+
+    @abstractmethod
+    def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
+        """The points that may be forked, best first."""
 
 
 class ScoreMemory:
-    """Scores of past training steps, which the ``quantile`` selector takes its limit from.
-
-    The limit in force during a step comes from earlier steps alone. So a choice stays a function of the state, and depends
-    neither on the order in which trees happen to be rolled nor on which worker rolls them.
-    """
+    """Scores of past training steps, which the ``quantile`` selector takes its limit from."""
 
     def __init__(self, window: int = 2048, warm: int = 32) -> None:
         self.window, self.warm = window, warm
@@ -88,49 +118,171 @@ class ScoreMemory:
         return float(np.quantile(scores, 1 - share)) if len(scores) >= self.warm else None
 
 
-def fixed_interval(interval: int) -> OnlineSelector:
-    return lambda score, depth, chance: depth % interval == 0
+class NoBranching(Choosing):
+    """Plain trajectories."""
+
+    NAME: ClassVar[str] = "none"
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return False
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return True
 
 
-def at_random(share: float) -> OnlineSelector:
-    return lambda score, depth, chance: chance < share
+class _Scored(Selector):
+    score: Literal["entropy", "value", "entropy_value"] = "entropy"
+    """What makes a decision point worth branching: ``entropy`` of the policy (nats); ``value``, V(1-V) of SAPO's value
+    readout for returns in [0, 1], highest where the outcome is still open; ``entropy_value``, their product."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.score.split("_"))
+
+    def score_of(self, point: DecisionPoint) -> float:
+        """The point's score. V(1-V) is the variance of a return that is 0 or 1 with mean V, held within [0, 1].
+
+        Raises:
+            ValueError: there is no value where one is needed.
+        """
+        if self.score == "entropy":
+            return point.entropy
+        if point.value is None:
+            raise ValueError(f"bpo.branch.score={self.score} needs state values, and the rollout engine gives none")
+        value = min(max(point.value, 0.0), 1.0)
+        openness = value * (1 - value)
+        return openness if self.score == "value" else point.entropy * openness
 
 
-def every() -> OnlineSelector:
-    return lambda score, depth, chance: True
+class Threshold(_Scored, Choosing):
+    """The paper's: branch where the score reaches a limit set by hand."""
+
+    NAME: ClassVar[str] = "threshold"
+    threshold: float = 1.0
+    """Branch where the score is at least this."""
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return self.score_of(point) >= self.threshold
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return self.score == "value" or entropy_of_state
 
 
-def online_selector(
-    name: str, *, limit: float, share: float, interval: int, learnt_limit: float | None = None
-) -> OnlineSelector | None:
-    """The online selector called ``name``, None for ``top_k`` and ``none``. ``learnt_limit`` is ``quantile``'s."""
-    return {
-        "threshold": lambda: threshold(limit),
-        "quantile": lambda: quantile(learnt_limit, share),
-        "fixed_interval": lambda: fixed_interval(interval),
-        "random": lambda: at_random(share),
-        "every": every,
-        "top_k": lambda: None,
-        "none": lambda: None,
-    }[name]()
+class Quantile(_Scored, Choosing):
+    """Branch above the score that a share of past points exceed; at random with that share while too few are known."""
+
+    NAME: ClassVar[str] = "quantile"
+    share: Share = 0.25
+    """Target share of decision points that branch, by the scores of past steps."""
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return point.chance < self.share
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return self.score == "value" or entropy_of_state
+
+    def lesson(self, point: DecisionPoint) -> float:
+        return self.score_of(point)
+
+    def memory(self) -> ScoreMemory:
+        return ScoreMemory()
+
+    def taught(self, memory: ScoreMemory) -> float | None:
+        return memory.limit(self.share)
+
+    def knowing(self, lesson: float | None) -> Choosing:
+        return self if lesson is None else _TaughtQuantile(**self.model_dump(), limit=lesson)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A decision point of a finished trajectory that could be forked."""
+class _TaughtQuantile(Quantile):
+    NAME: ClassVar[str] = ""
+    limit: float
 
-    trajectory: int
-    node: int
-    """The turn that was taken there."""
-    score: float
-    success: bool
+    def chooses(self, point: DecisionPoint) -> bool:
+        return self.score_of(point) > self.limit
 
 
-def rank(candidates: list[Candidate], trunk: str) -> list[Candidate]:
-    """Candidates by falling score; with ``trunk='success'`` only those of successful trajectories.
+class FixedInterval(Choosing):
+    """Branch at every so many turns."""
 
-    Trajectories that came to one state hold equal scores, up to the rounding of whatever batch each was computed in. Those
-    go by trajectory, not by which was sampled first, so that a run can be repeated.
+    NAME: ClassVar[str] = "fixed_interval"
+    interval: Annotated[int, Field(ge=1)] = 3
+    """Branch at every this many turns."""
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return point.depth % self.interval == 0
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return True
+
+
+class AtRandom(Choosing):
+    """Branch with one probability everywhere."""
+
+    NAME: ClassVar[str] = "random"
+    share: Share = 0.25
+    """Probability of a branch point."""
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return point.chance < self.share
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return True
+
+
+class Every(Choosing):
+    """Branch everywhere."""
+
+    NAME: ClassVar[str] = "every"
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return True
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return True
+
+
+class TopK(_Scored, Ranking):
+    """The points of highest score among those visited."""
+
+    NAME: ClassVar[str] = "top_k"
+    top_k: Annotated[int, Field(ge=1)] = 2
+    """At most this many branch points a tree."""
+    trunk: Literal["any", "success"] = "any"
+    """Fork trajectories of ``any`` outcome, or only those that ended in ``success``: below a prefix that has
+    already failed forks are wasted."""
+
+    @property
+    def rounds(self) -> int:
+        return self.top_k
+
+    def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
+        # Trajectories that came to one state hold equal scores, up to the rounding of whatever batch each was computed in.
+        # Those go by trajectory, not by which was sampled first, so that a run can be repeated.
+        kept = [p for p in points if self.trunk == "any" or p.success]
+        return sorted(kept, key=lambda p: (-round(self.score_of(p), 4), p.trajectory, p.node))
+
+
+SELECTORS: dict[str, type[Selector]] = {
+    cls.NAME: cls for cls in (Threshold, Quantile, TopK, FixedInterval, AtRandom, Every, NoBranching)
+}
+"""Built-in selectors by name."""
+_OWN = Registry("selector", __name__, "", derived_from(Selector))
+
+
+def selector_class(name: str) -> type[Selector]:
+    """The class called ``name``: a built-in one, or ``file.py:Class``.
+
+    Raises:
+        ConfigError: there is none.
     """
-    kept = [c for c in candidates if trunk == "any" or c.success]
-    return sorted(kept, key=lambda c: (-round(c.score, 4), c.trajectory, c.node))
+    if name in SELECTORS:
+        return SELECTORS[name]
+    if ":" not in name:
+        raise ConfigError(f"bpo.branch.selector={name!r} is not one of {', '.join(SELECTORS)}, nor file.py:Class")
+    try:
+        own = _OWN.load(name)
+    except EnvironmentUnavailable as error:
+        raise ConfigError(f"bpo.branch.selector: {error}") from None
+    own.NAME = name  # so that a resolved config names it again
+    return own

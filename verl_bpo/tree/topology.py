@@ -106,7 +106,7 @@ class Tree:
     counters: dict[str, float] = field(default_factory=dict)
     """What the tree cost."""
     failures: list[Failure] = field(default_factory=list)
-    asked_scores: list[float] = field(default_factory=list)
+    lessons: list[float] = field(default_factory=list)
     """Scores of the decision points that an online selector was asked about."""
     fatal: str | None = None
     """Why no other rollout of this run would fare better: the run has to stop."""

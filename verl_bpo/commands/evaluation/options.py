@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_bpo.config.schema import BPOConfig, ConfigError, build
+from verl_bpo.config.schema import BPOConfig, build
+from verl_bpo.options import ConfigError
 
 DATA_KEYS = {"max_prompt_length": 2048, "max_response_length": 4096}
 

@@ -425,7 +425,7 @@ def main(arguments: argparse.Namespace) -> int:
     """0 when all instances are ready."""
     images = None
     if arguments.mode == "container":
-        config = ContainerConfig(arguments.engine, arguments.run_options)
+        config = ContainerConfig(engine=arguments.engine, run_options=arguments.run_options)
         images = Images(config, arguments.registry, arguments.namespace)
     rows = load_rows(arguments.dataset, arguments.split)
     if arguments.instances:
