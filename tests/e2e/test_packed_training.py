@@ -22,7 +22,7 @@ OPTIONS = (
     f"trainer.total_training_steps={STEPS}",
 )
 ROWS = ("bpo.packed_tree.enable=false", f"{ACTOR}.ppo_max_token_len_per_gpu=1024")
-PACKED = ("bpo.packed_tree.enable=true", "bpo.packed_tree.frugal=true", f"{ACTOR}.ppo_max_token_len_per_gpu=256")
+PACKED = ("bpo.packed_tree.enable=true", "bpo.packed_tree.chunked=true", f"{ACTOR}.ppo_max_token_len_per_gpu=256")
 COMPARED = ("pg_loss", "entropy", "grad_norm", "ppo_kl", "kl_loss")
 
 

@@ -111,7 +111,7 @@ def infer(engine):
 
 
 def value_loss(**config):
-    return partial(sapo_loss, actor_config(), SAPO(**config))
+    return partial(sapo_loss, actor_config(), SAPO().model_copy(update=config))
 
 
 def plain(metrics):

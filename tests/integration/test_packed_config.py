@@ -43,7 +43,7 @@ def test_one_key_selects_the_engines_of_all_workers(environment, capsys):
 
 @pytest.mark.parametrize(("value", "expected"), [("true", "true"), ("false", "false"), ("auto", "auto")])
 def test_the_engines_know_the_mode_that_is_sent_to_them(environment, value, expected):
-    prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.frugal={value}")
+    prepared = config("bpo.packed_tree.enable=true", f"bpo.packed_tree.chunked={value}")
     prepare(prepared)
     sent = prepared.ray_kwargs.ray_init.runtime_env.env_vars
     assert sent["VERL_BPO_PACKED_CHUNKED"] == expected
@@ -67,7 +67,7 @@ def test_settings_that_share_less_are_warned_about(environment, capsys):
     "override, message",
     [
         ("bpo.packed_tree.backend=xformers", "bpo.packed_tree.backend='xformers' is not one of auto, sdpa"),
-        ("bpo.packed_tree.frugal=maybe", "bpo.packed_tree.frugal='maybe' is not one of True, False, auto"),
+        ("bpo.packed_tree.chunked=maybe", "bpo.packed_tree.chunked='maybe' is not one of True, False, auto"),
         ("bpo.packed_tree.backend=flash_attn", "backend=flash_attn trains on a GPU only"),
         (f"{ACTOR}.strategy=megatron", "actor.strategy=megatron has no engine for packed trees"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=2 splits"),

@@ -196,7 +196,8 @@ def test_what_cant_be_placed_is_told_in_time(placement, message):
     try:
         if "worlds" in placement:
             pools[HOSTILE].open()  # takes the only place
-        pools._make_worker.placement.start_timeout = 1.0
+        short = pools._make_worker.placement.model_copy(update={"start_timeout": 1.0})
+        pools._make_worker.placement = short
         started = time.monotonic()
         with pytest.raises(EnvironmentUnavailable, match=message) as raised:
             pools[HOSTILE].open()

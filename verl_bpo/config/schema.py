@@ -133,9 +133,16 @@ class PackedTreeConfig(Options):
     backend: PackedBackend = "auto"
     """Attention: ``auto`` takes ``flash_attn``, else ``torch_varlen``, on a GPU in half precision, and ``sdpa``
     elsewhere. ``flex`` needs a GPU."""
-    frugal: bool | Literal["auto"] = "auto"
+    chunked: bool | Literal["auto"] = "auto"
     """A tree beyond ``ppo_max_token_len_per_gpu``: ``false`` cuts it between branches and computes what the parts share
     again; ``true`` computes it in chunks of that many tokens, with one more forward; ``auto`` takes the cheaper one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _new_names(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "frugal" in values:
+            raise ConfigError("bpo.packed_tree.frugal is called bpo.packed_tree.chunked now")
+        return values
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ Chosen by ``bpo.packed_tree.enable=true``, which reaches the workers as ``VERL_E
 registry then takes it for language models and for actors with a value readout, and verl's own engines for all others.
 Losses see what they always see, values on the original rows; where their mask hides them, log-probs and entropies are 0, and
 no logits are computed. A tree beyond the token budget is cut between branches, or computed in chunks of tokens
-(``bpo.packed_tree.frugal``).
+(``bpo.packed_tree.chunked``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ VENDOR = "packed_tree"
 BACKEND = "VERL_BPO_PACKED_BACKEND"
 """Environment variable with the attention backend, ``auto`` when unset."""
 CHUNKED = "VERL_BPO_PACKED_CHUNKED"
-"""Environment variable with ``bpo.packed_tree.frugal``: ``auto`` when unset."""
+"""Environment variable with ``bpo.packed_tree.chunked``: ``auto`` when unset."""
 CHUNKED_COST = {"auto": (4 / 3, 1.0), "true": (0.0, 0.0), "false": (None, None)}
 """By mode, what a token costs in chunks relative to one piece, for :func:`plan_micro_batches`: training and without
 gradients. A forward more is a third of forward and backward; ``true`` makes chunks always the cheaper choice."""
@@ -84,11 +84,11 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         if self.chunked != "false" and not self.engine_config.forward_only and has_dropout(base):
             if self.chunked == "true":
                 raise PackedTreeUnsupported(
-                    "bpo.packed_tree.frugal=True computes each token twice, which this model's dropout would make differ: set "
-                    "dropout to 0, or bpo.packed_tree.frugal=False"
+                    "bpo.packed_tree.chunked=True computes each token twice, which this model's dropout would make differ: set "
+                    "dropout to 0, or bpo.packed_tree.chunked=False"
                 )
             self.chunked = "false"
-            print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.frugal=False in place of auto")
+            print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.chunked=False in place of auto")
         module = super()._build_fsdp_module(module)
         name = get_device_name()
         chosen = choose_backend(torch.device(name), self._autocast_dtype, self.backend)

@@ -298,11 +298,11 @@ def _use_packed_trees(config: DictConfig, bpo: BPOConfig) -> None:
     actor = config.actor_rollout_ref.actor
     _environment(config, "VERL_ENGINE_VENDOR", PACKED_VENDOR)  # verl's other engines know no such vendor and stay
     _environment(config, "VERL_BPO_PACKED_BACKEND", bpo.packed_tree.backend)
-    _environment(config, "VERL_BPO_PACKED_CHUNKED", str(bpo.packed_tree.frugal).lower())
+    _environment(config, "VERL_BPO_PACKED_CHUNKED", str(bpo.packed_tree.chunked).lower())
     if not actor.use_dynamic_bsz:
         print(
             "verl_bpo: WARNING: packed trees share less in micro-batches of a fixed number of rows, and "
-            "bpo.packed_tree.frugal has no token budget to keep: set actor_rollout_ref.actor.use_dynamic_bsz=True"
+            "bpo.packed_tree.chunked has no token budget to keep: set actor_rollout_ref.actor.use_dynamic_bsz=True"
         )
     if actor.shuffle:
         print(

@@ -89,7 +89,7 @@ def plan_micro_batches(
     if longest > max_tokens:
         raise ValueError(
             f"a row of {longest} tokens exceeds the budget of {max_tokens} tokens per micro-batch: raise "
-            f"ppo_max_token_len_per_gpu, or set bpo.packed_tree.frugal=auto"
+            f"ppo_max_token_len_per_gpu, or set bpo.packed_tree.chunked=auto"
         )
     if count > -few:
         raise ValueError(f"one rank needs {count} micro-batches, another has only {-few} rows: balance rows over ranks")
