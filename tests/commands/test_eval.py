@@ -17,8 +17,8 @@ from verl_bpo.commands.evaluation.panel import Task, panel_digest, read_panel
 from verl_bpo.commands.evaluation.summary import summary
 from verl_bpo.commands.main import parse
 from verl_bpo.commands.make_data import write_prompts
-from verl_bpo.config.schema import ConfigError
 from verl_bpo.model.checkpoint import find_model, load_model
+from verl_bpo.options import ConfigError
 from verl_bpo.report.intervals import task_bootstrap, wilson
 from verl_bpo.tree.prompting import PromptConfig
 

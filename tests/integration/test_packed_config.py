@@ -9,9 +9,9 @@ from transformers import MistralConfig
 
 pytest.importorskip("verl")
 
-from verl_bpo.config.schema import ConfigError
 from verl_bpo.integration.packed_engine import CHUNKED_COST, VENDOR
 from verl_bpo.integration.prepare import PACKED_VENDOR, prepare
+from verl_bpo.options import ConfigError
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 

@@ -84,8 +84,8 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         if self.chunked != "false" and not self.engine_config.forward_only and has_dropout(base):
             if self.chunked == "true":
                 raise PackedTreeUnsupported(
-                    "bpo.packed_tree.chunked=True computes each token twice, which this model's dropout would make differ: set "
-                    "dropout to 0, or bpo.packed_tree.chunked=False"
+                    "bpo.packed_tree.chunked=True computes each token twice, which this model's dropout would make differ: "
+                    "set dropout to 0, or bpo.packed_tree.chunked=False"
                 )
             self.chunked = "false"
             print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.chunked=False in place of auto")
