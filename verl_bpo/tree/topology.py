@@ -107,7 +107,7 @@ class Tree:
     """What the tree cost."""
     failures: list[Failure] = field(default_factory=list)
     lessons: list[float] = field(default_factory=list)
-    """Scores of the decision points that an online selector was asked about."""
+    """What the selector's memory is to keep."""
     fatal: str | None = None
     """Why no other rollout of this run would fare better: the run has to stop."""
 
