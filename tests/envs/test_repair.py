@@ -100,6 +100,32 @@ def test_what_is_done_to_the_tests_or_to_the_comparison_does_not_pass(environmen
         assert environment.step(f"echo {SUBMIT}").reward == 0.0, attack
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "import atexit; atexit.register(print, 'bye')",
+        "import sys; sys.stdout.buffer.write(b'\\xe9' * 3000000)",
+        "import sys; sys.stderr.write('a warning\\n'); import os; os.write(1, b'x')",
+    ],
+)
+def test_what_a_repaired_package_says_does_not_spoil_its_score(environment, root, words):
+    (task,) = tasks(root, 1)[:1]
+    environment.reset(task)
+    *work, submit = environment.expert_actions()
+    for action in (*work, f"for f in *.py; do printf '%s\\n' \"{words}\" >> $f; done"):
+        environment.step(action)
+    assert environment.step(submit).reward == 1.0
+
+
+@pytest.mark.parametrize("line, reason", [("while True: pass", "timeout"), ("import os; os._exit(3)", "no_end")])
+def test_why_a_repair_was_not_judged_is_said(environment, root, line, reason):
+    environment.reset(tasks(root, 1)[0])
+    environment._timeout = 3
+    environment.step(f"for f in *.py; do echo '{line}' > $f; done")
+    info = environment.step("submit").info
+    assert info["unjudged"] == reason and info["problem"] and not info["won"]
+
+
 def test_branches_of_a_repair_are_independent(environment, root):
     (task,) = tasks(root, 1)[:1]
     trunk = MemorySandbox(environment)
@@ -140,6 +166,8 @@ def test_a_command_is_one_block_or_the_whole_action():
         "Give exactly one command: 2 were found. Nothing was run.",
     )
     assert read_command("  ")[0] is None
+    cut = "Give exactly one command: the block of yours has no end. Nothing was run."
+    assert read_command("```bash\nrm -rf src/calc") == read_command(" ```\nls") == (None, cut)
 
 
 def test_observations_say_what_happened(environment, root):

@@ -108,6 +108,21 @@ def test_data_holds_every_turn_with_its_advantage(page, dump):
             assert drawn == (pytest.approx(advantage, abs=1e-4) if valid else None)
 
 
+def test_why_work_was_not_judged_and_what_was_left_out_are_on_the_page(dump, tmp_path):
+    copy = tmp_path / "dump"
+    shutil.copytree(dump, copy)
+    told = {"unjudged": "timeout", "problem": "too slow </script>", "left_out": "conftest.py"}
+    for file in (path for path in copy.rglob("*") if path.is_file()):
+        file.write_text(
+            file.read_text().replace('"info": {"won": false', f'"info": {{{json.dumps(told)[1:-1]}, "won": false')
+        )
+    write_page(Dump(copy), tmp_path / "trees.html")
+    ends = [t for tree in read_data((tmp_path / "trees.html").read_text())["trees"] for t in tree["trajectories"]]
+    lost = [t for t in ends if not t["won"]]
+    assert lost and all({key: t[key] for key in told} == told for t in lost)
+    assert not any("unjudged" in t for t in ends if t["won"])
+
+
 def test_overview_counts_the_dump(dump):
     overview = survey(Dump(dump))
     tiles = {name: value for name, value, _ in overview.tiles()}

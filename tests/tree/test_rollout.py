@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from verl_bpo.config.schema import build
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot, SnapshotUnsupported
 from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.metrics import tree_metrics
 from verl_bpo.tree.prompting import Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import tree_rows
@@ -139,6 +142,22 @@ def test_an_answer_without_an_action_reaches_no_world_and_takes_a_turn(preset):
     assert rollout.counters["invalid_actions"] == len(idle)
     assert rollout.counters["env_steps"] == len(tree.nodes), "each is paid for"
     assert {tree.depth(t.leaf) for t in tree.trajectories} == {5}
+
+
+def test_reasons_for_which_work_was_not_judged_are_counted():
+    class Judge(FakeWorld):
+        def reset(self, task, seed=0):
+            sandbox, observation = super().reset(task, seed)
+            step = sandbox.step
+            sandbox.step = lambda action: replace(step(action), info={"won": False, "unjudged": "timeout"})
+            return sandbox, observation
+
+    _, tree = roll(ScriptedPolicy("a"), Judge(), "plain")
+    assert tree.counters["unjudged"] == tree.counters["unjudged/timeout"] == 1
+    metrics = tree_metrics(Forest.of({"a_0": tree}, {"a_0": "a"}))
+    assert metrics["tree/unjudged"] == metrics["tree/unjudged/timeout"] == 1
+    _, tree = roll(ScriptedPolicy("a"), FakeWorld(), "plain")
+    assert tree_metrics(Forest.of({"a_0": tree}, {"a_0": "a"}))["tree/unjudged"] == 0
 
 
 def test_a_fork_starts_from_the_state_before_the_trunks_action():

@@ -236,6 +236,7 @@ def tree_payload(view: TreeView, roots: list[RootSibling], texts: Texts) -> dict
                 "end": t.end,
                 "return": _round(r),
                 "won": tree.won(t),
+                **{key: str(t.info[key]) for key in ("unjudged", "problem", "left_out") if t.info.get(key)},
             }
             for t, r in zip(tree.trajectories, view.leaf_return)
         ],

@@ -53,7 +53,9 @@ class Observation:
     """Admissible actions in this state, or None when the environment doesn't list them. A word in angle brackets, as in
     ``search[<query>]``, stands for any text."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist."""
+    """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist. At the end also
+    ``unjudged`` (str), a word for why the work couldn't be judged, with ``problem`` (str), the same in a sentence, and
+    ``left_out`` (str), the names of what wasn't judged: metrics count the first, the tree page shows all."""
 
     @property
     def done(self) -> bool:

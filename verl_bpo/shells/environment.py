@@ -162,6 +162,8 @@ def read_command(action: str) -> tuple[str | None, str]:
     blocks = _BLOCK.findall(action)
     if len(blocks) > 1:
         return None, f"Give exactly one command: {len(blocks)} were found. Nothing was run."
+    if not blocks and action.lstrip().startswith("```"):
+        return None, "Give exactly one command: the block of yours has no end. Nothing was run."
     command = (blocks[0] if blocks else action).strip()
     return (command, "") if command else (None, "Give exactly one command: none was found.")
 

@@ -83,7 +83,7 @@ def read_files(
         for name in names:
             size = entries[name].size
             found[name], data = data[:size], data[size:]
-        if any(not _is(found[name], entries[name]) for name in names):  # one of them shifts those behind it
+        if data or any(not _is(found[name], entries[name]) for name in names):  # one shifts those behind it
             for name in names:
                 alone = _cat(shell, folder, [name], timeout)
                 found[name] = alone if _is(alone, entries[name]) else None

@@ -42,6 +42,7 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         "tree/failed_branches": total("failed"),
         "tree/recoveries": total("recoveries"),
         "tree/replayed_steps": total("replayed_steps"),
+        "tree/unjudged": total("unjudged"),
         "tree/invalid_actions": total("invalid_actions") / max(len(forest.parent), 1),
         "tree/snapshots": total("snapshots"),
         "tree/forks": total("forks"),
@@ -51,6 +52,8 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         "tree/reset_seconds": total("reset_seconds"),
         "tree/cached_share": total("cached_tokens") / max(total("cached_tokens") + total("prefill_tokens"), 1),
     }
+    reasons = {key for tree in forest.trees.values() for key in tree.counters if key.startswith("unjudged/")}
+    found |= {f"tree/{key}": total(key) for key in sorted(reasons)}
     if bool(valued.any()):
         found["tree/value_at_branch"] = _mean(forest.state_value[valued & branching])
         found["tree/value_elsewhere"] = _mean(forest.state_value[valued & ~branching])

@@ -117,6 +117,9 @@ class TreeRollout:
         self.counters["branch_points"] = len(self.tree.branch_points())
         self.counters["failed"] = sum(t.end == "failed" for t in self.tree.trajectories)
         self.counters["leaves"] = sum(1 for _ in self.tree.usable())
+        for reason in (t.info["unjudged"] for t in self.tree.usable() if t.info.get("unjudged")):
+            self.counters["unjudged"] += 1
+            self.counters[f"unjudged/{reason}"] += 1
         self.tree.counters = dict(self.counters)
         return self.tree
 

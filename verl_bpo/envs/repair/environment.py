@@ -7,22 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from verl_bpo.sandbox.base import Observation, TaskError
-from verl_bpo.shells.base import Limits, Shell, Workspace
+from verl_bpo.shells.base import CommandResult, Limits, Shell, Workspace
 from verl_bpo.shells.environment import SUBMIT, ShellEnvironment
 
-# Calls the functions in the sandbox; what comes out is compared outside, where no edit can reach.
+# Calls the functions in the sandbox; what comes out is compared outside, where no edit can reach. What the package itself
+# says, at its end too, goes nowhere.
 _CALL = """
-import importlib, json, sys
+import importlib, json, os, sys
+answer = os.fdopen(os.dup(1), "w")
+calls = json.load(sys.stdin)
+for stream in (1, 2):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 sys.path.insert(0, ".")
 out = []
-for module, name, call in json.load(sys.stdin):
+for module, name, call in calls:
     try:
         out.append([getattr(importlib.import_module(module), name)(*call)])
     except BaseException:
         out.append([])
-sys.stdout.write("\\n" + json.dumps(out))
+answer.write("\\n" + json.dumps(out))
+answer.close()
 """
-_UNPACK = "import json, sys\nfor name, text in json.load(sys.stdin).items():\n    open(name, 'w').write(text)"
+_ANSWER = 64 << 20
+"""Bytes of all calls' results."""
+_UNPACK = "import json, sys\nfor name, text in json.load(sys.stdin).items():\n    open(name, 'wb').write(text.encode())"
 
 
 class RepairEnvironment(ShellEnvironment):
@@ -50,7 +58,7 @@ class RepairEnvironment(ShellEnvironment):
 
     def _open(self, task: str, seed: int) -> tuple[Shell, str]:
         try:
-            self._task = json.loads(Path(task).expanduser().read_text())
+            self._task = json.loads(Path(task).expanduser().read_text(encoding="utf-8"))
             files = self._task["files"]
         except OSError as error:
             raise TaskError(f"no task {task} ({error.strerror}): verl-bpo make-games --kind repair") from error
@@ -78,13 +86,23 @@ class RepairEnvironment(ShellEnvironment):
     def _score(self, shell: Shell) -> tuple[float, dict[str, Any]]:
         checks = self._task["checks"]
         calls = json.dumps([check[:3] for check in checks])
-        result = shell.execute(f"python3 -I -c '{_CALL}'", stdin=calls, timeout=self._timeout)
+        result = shell.execute(f"python3 -I -c '{_CALL}'", stdin=calls, timeout=self._timeout, most=_ANSWER)
+        info = {"task_type": self._task["type"]}
         try:
             answers = json.loads(result.output.rsplit("\n", 1)[-1])
             right = [answer == [check[3]] for answer, check in zip(answers, checks, strict=True)]
         except (ValueError, TypeError):
             right = [False]
-        return float(all(right)), {"score": sum(right) / len(checks), "task_type": self._task["type"]}
+            info |= _unjudged(result, self._timeout)
+        return float(all(right)), {"score": sum(right) / len(checks), **info}
 
     def expert_actions(self) -> list[str]:
         return list(self._task["expert"])
+
+
+def _unjudged(result: CommandResult, timeout: float) -> dict[str, str]:
+    if result.timed_out:
+        return {"unjudged": "timeout", "problem": f"the calls took longer than {timeout:g} s"}
+    if result.left_out:
+        return {"unjudged": "log_too_long", "problem": f"the calls gave more than {_ANSWER >> 20} MB"}
+    return {"unjudged": "no_end", "problem": f"the calls ended with exit code {result.returncode} and without results"}
