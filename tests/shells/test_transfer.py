@@ -6,7 +6,7 @@ import pytest
 from shells import make_tree, need_isolation
 
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.shells.base import Limits, Workspace
+from verl_bpo.shells.base import CommandResult, Limits, Workspace
 from verl_bpo.shells.local import LocalShell
 from verl_bpo.shells.transfer import list_files, pack, read_files, remove_files, unpack
 
@@ -75,6 +75,27 @@ def test_what_fails_is_told(shell):
         list_files(shell, "/nowhere", 60)
     with pytest.raises(SandboxError, match="files can't be moved: .*tar"):
         unpack(shell, "/testbed", b"nonsense" * 999, 60)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b"nonsense",
+        b"f\0644\0end of files\0",
+        b"f\0644\0one\0a\0\0end of files\0",
+        b"f\0644\x001\0tests//t.py\0\0end of files\0",
+        b"f\0644\x001\0a/../tests/t.py\0\0end of files\0",
+        b"f\0644\x001\0/etc/passwd\0\0end of files\0",
+        b"l\0777\x001\0x\0tests\0f\0644\x001\0x/t.py\0\0end of files\0",
+    ],
+)
+def test_a_list_that_no_honest_find_would_make_is_refused(listed):
+    class Forger:
+        def execute(self, command, **options):
+            return CommandResult("", 0, data=listed)
+
+    with pytest.raises(SandboxError, match="can't be listed"):
+        list_files(Forger(), "/testbed", 60)
 
 
 def test_an_empty_tree_has_no_files():

@@ -27,6 +27,7 @@ _END = "end of files"
 _SKIPPED = r"\( -name .git -o -name __pycache__ \) -prune -o"
 # What its owner can't read is made readable first: the mode that is listed is asked for its executable bit alone.
 _LIST = rf"""
+exec 2>/dev/null
 find . {_SKIPPED} -type d ! -perm -700 -exec chmod u+rwx {{}} \;
 find . {_SKIPPED} -type f ! -perm -400 -exec chmod u+r {{}} +
 find . {_SKIPPED} ! -type d -printf '%y\0%m\0%s\0%P\0%l\0' && printf '{_END}\0' &&
@@ -53,9 +54,17 @@ def list_files(shell: Shell, folder: str, timeout: float) -> dict[str, Entry]:
         SandboxError: they can't be listed.
     """
     listed = _run(shell, folder, _LIST, timeout)
+    try:
+        entries = _entries(listed)
+    except ValueError as error:  # in a container the programs may be anybody's
+        raise SandboxError(f"the files in {folder} can't be listed: {error}") from error
+    return entries
+
+
+def _entries(listed: bytes) -> dict[str, Entry]:
     head, end, tail = listed.partition(f"\0{_END}\0".encode())
     if not end and not listed.startswith(f"{_END}\0".encode()):
-        raise SandboxError(f"the files in {folder} can't be listed")
+        raise ValueError("the list has no end")
     fields = head.split(b"\0") if end else []
     hashes = {}
     for line in tail.split(b"\0"):
@@ -66,6 +75,15 @@ def list_files(shell: Shell, folder: str, timeout: float) -> dict[str, Entry]:
         kind, link = kind.decode(), kind == b"l"
         content = _text(target) if link else hashes.get(name, "")
         entries[_text(name)] = Entry(kind, not link and bool(int(mode, 8) & 0o100), 0 if link else int(size), content)
+    for name in entries:
+        path = PurePosixPath(name)
+        if (
+            str(path) != name
+            or path.is_absolute()
+            or ".." in path.parts
+            or any(str(p) in entries for p in path.parents)
+        ):
+            raise ValueError(f"{name!r} can't be a file in a folder")
     return entries
 
 
@@ -150,7 +168,7 @@ def _is(data: bytes | None, entry: Entry) -> bool:
 def _run(shell: Shell, folder: str, command: str, timeout: float, stdin: bytes = b"") -> bytes:
     # From outside the folder, which may be shut to its owner.
     place = shlex.quote(folder)
-    line = f"export LC_ALL=C; chmod u+rwx {place} && cd {place} || exit\n{command}"
+    line = f"export LC_ALL=C; chmod u+rwx {place} 2>/dev/null; cd {place} || exit\n{command}"
     done = shell.execute(line, cwd="/", timeout=timeout, stdin=stdin, most=_MOST)
     if done.timed_out:
         raise SandboxError(f"moving files took longer than {timeout:g} s")
