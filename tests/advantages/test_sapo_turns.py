@@ -5,7 +5,7 @@ import torch
 
 from verl_bpo.advantages.sapo import SAPO, turn_boundaries
 from verl_bpo.advantages.sapo_losses import sapo_value_loss
-from verl_bpo.advantages.sapo_turns import sapo_turns
+from verl_bpo.advantages.sapo_turns import sapo_targets
 from verl_bpo.config.schema import build
 from verl_bpo.options import ConfigError
 from verl_bpo.tree.forest import Forest
@@ -13,6 +13,13 @@ from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
 nan = float("nan")
+
+
+def sapo_turns(trees, v, q, config):
+    """What the trainer makes of the targets and the estimate: per turn, 0 where not trained; and the metrics."""
+    values, metrics = sapo_targets(trees, v, q, config)
+    estimate = config(trees, values)
+    return {**values.for_loss(), "advantages": estimate.advantage}, metrics | estimate.metrics
 
 
 def chain(rewards, end="terminated"):

@@ -55,8 +55,8 @@ def per_turn(kind: type, windowed: bool, config) -> dict[str, list[list[float]]]
     spans = [row.spans for row in rows]
     trainer = object.__new__(kind)
     trainer.bpo, trainer.global_steps = config, 1
-    estimator = "sapo" if kind is SAPOTrainer else "bpo"
-    trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator=estimator))
+    trainer.estimator = config.sapo if kind is SAPOTrainer else config.advantage
+    trainer.config = SimpleNamespace(algorithm={})
     found = {}
     trainer._put = lambda batch, masks, metrics, **values: found.update(values, mask=[m.float() for m in masks])
     value = torch.randn(2, len(tree.nodes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -232,6 +232,7 @@ def test_a_tree_travels_with_its_first_row_and_padding_trains_nothing(monkeypatc
     monkeypatch.setattr(tree_trainer, "tq", FakeQueue(fields))
     trainer = object.__new__(TreeTrainer)
     trainer.bpo, trainer.global_steps, trainer.totals = build({"dump_dir": str(tmp_path)}, "paper"), 3, Counter()
+    trainer.estimator = trainer.bpo.advantage
     trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator="bpo"))
     trainer.memory, trainer._told_blind = None, True
     found = {}

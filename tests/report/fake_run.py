@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.advantages.bpo import BPO
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.record import TreeRecord, dump_advantages
 from verl_bpo.tree.topology import ROOT, Node, Tree
@@ -107,7 +107,7 @@ def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str)
         ]  # fmt: skip
         names = [f"{r.uid}_{r.session}" for r in records]
         batch = Forest.of({n: r.tree for n, r in zip(names, records)}, {n: r.uid for n, r in zip(names, records)})
-        result = sibling_advantages(batch, **options)
+        result = BPO(**options)(batch)
         with open(folder / "trees" / f"{step:06d}-17.jsonl", "w") as file:
             file.writelines(json.dumps(r.to_dict()) + "\n" for r in records)
         made = [result.record(batch.turns[n], step, r.uid, r.session, options) for n, r in zip(names, records)]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.advantages.bpo import BPO
 from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.metrics import advantage_metrics, tree_metrics
+from verl_bpo.tree.metrics import tree_metrics
 from verl_bpo.tree.rows import RowSpans, tree_rows
 from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
@@ -30,7 +30,7 @@ def test_trees_of_one_prompt_share_their_root_group():
         {"p_0": tree([1.0], []), "p_1": tree([0.0], []), "q_0": tree([1.0], [])},
         {"p_0": "p", "p_1": "p", "q_0": "q"},
     )
-    result = sibling_advantages(batch)
+    result = BPO()(batch)
     assert result.advantage.tolist() == [1.0, 1.0, -1.0, -1.0, 0.0, 0.0]
     assert result.valid.tolist() == [True] * 4 + [False] * 2
 
@@ -60,7 +60,7 @@ def test_metrics_are_finite_when_every_branch_was_lost():
     t.trajectories[t.add_trajectory()].end = "failed"
     t.failures = [Failure("SandboxCrashed", "gone", 0)]
     batch = Forest.of({"a_0": t}, {"a_0": "a"})
-    metrics = tree_metrics(batch) | advantage_metrics(sibling_advantages(batch))
+    metrics = tree_metrics(batch) | BPO()(batch).metrics
     assert all(torch.isfinite(torch.tensor(v)) for v in metrics.values())
     assert [str(failure) for failure in batch.failures] == ["SandboxCrashed: gone"]
 

@@ -14,43 +14,22 @@ Marked [ours] below is what goes beyond the paper. What holds under which condit
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from verl_bpo.options import Options
+from verl_bpo.advantages.estimator import Comparison, Estimate, Estimator, Values
 from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.record import AdvantageRecord, ComparisonRecord
 from verl_bpo.tree.topology import ROOT
+
+ESTIMATOR = "BPO"
 
 Baseline = Literal["loo", "mean", "shrunk", "trajectory"]
 Normalize = Literal["none", "sibling_std", "batch_std"]
 LeafReturn = Literal["leaf", "tree_mean"]
 Weighting = Literal["uniform", "path_probability"]
 TrunkInSiblings = Literal["auto", "always", "never"]
-
-
-class BPO(Options):
-    """``algorithm.adv_estimator=bpo``: Branching Policy Optimization."""
-
-    baseline: Baseline = "loo"
-    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n.
-    ``shrunk``: ``loo`` drawn towards the baseline above the branch point, the more the less prefixes explain of the return.
-    ``trajectory``, for comparison: the prompt's other rollouts, wherever they forked."""
-    normalize: Normalize = "none"
-    """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
-    center: bool = False
-    """Subtract the mean over the batch's turns. Where failures are longer than successes, most advantages are negative, and
-    learning then mostly pushes down whatever was sampled."""
-    leaf_return: LeafReturn = "leaf"
-    """Return of a sibling: its own trajectory's ``leaf``, or ``tree_mean``, the mean over its children, recursively."""
-    weighting: Weighting = "uniform"
-    """``uniform``: every tree token weighs the same. ``path_probability``: a turn weighs the product of 1/siblings on
-    its path, which alone makes the policy gradient unbiased, at a higher variance."""
-    trunk_in_siblings: TrunkInSiblings = "auto"
-    """May a trunk's own return stand in its forks' baselines: ``always``, ``never``, or ``auto``: only where the branch
-    point was chosen from the state alone."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +65,6 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How each turn's advantage came out, for people: ``value`` of its head less ``baseline``, before ``normalize`` and
-    ``center``."""
-
-    head: Tensor
-    """int64 [N]: first turn of the turn's segment; the turn itself where its trajectory was lost."""
-    value: Tensor
-    """[N]: the turn's return as a sibling, by ``leaf_return``; NaN where its trajectory was lost."""
-    baseline: Tensor
-    """[N]: NaN where not valid."""
-    compared: Tensor
-    """int64 [N]: siblings that the baseline is a mean of (with ``shrunk``: before it is drawn towards the one above)."""
-    fair: Tensor
-    """bool [N]: the turn may stand in its siblings' baseline."""
-
-
-@dataclass(frozen=True)
 class TurnAdvantages:
     """Per-turn result, in the dtype of the leaf returns."""
 
@@ -115,17 +77,6 @@ class TurnAdvantages:
     that stays in dilutes a token mean."""
     diagnostics: Diagnostics
     comparison: Comparison
-
-    def record(self, turns: slice, step: int, uid: str, session: int, options: dict[str, Any]) -> AdvantageRecord:
-        """What is dumped of one tree, whose turns are ``turns``."""
-
-        def plain(values: Tensor) -> list:
-            return [None if x != x else x for x in values[turns].tolist()]
-
-        found = {name: plain(values) for name, values in vars(self.comparison).items()}
-        found["head"] = [head - turns.start for head in found["head"]]
-        lists = (plain(self.advantage), plain(self.weight), plain(self.valid))
-        return AdvantageRecord(step, uid, session, options, *lists, ComparisonRecord(**found))
 
 
 def sibling_advantages(
@@ -290,6 +241,52 @@ def sibling_advantages(
         ),
         comparison=comparison,
     )
+
+
+class BPO(Estimator):
+    """``algorithm.adv_estimator=bpo``: Branching Policy Optimization."""
+
+    KEYS: ClassVar[str] = "advantage"
+    PRESET: ClassVar[str] = "paper"
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"siblings"})
+
+    baseline: Baseline = "loo"
+    """Siblings' baseline: ``loo`` leaves the sibling itself out (unbiased); ``mean`` shrinks by (n-1)/n.
+    ``shrunk``: ``loo`` drawn towards the baseline above the branch point, the more the less prefixes explain of the return.
+    ``trajectory``, for comparison: the prompt's other rollouts, wherever they forked."""
+    normalize: Normalize = "none"
+    """``none``, divide by the ``sibling_std`` of each group, or by the ``batch_std`` over all turns."""
+    center: bool = False
+    """Subtract the mean over the batch's turns. Where failures are longer than successes, most advantages are negative, and
+    learning then mostly pushes down whatever was sampled."""
+    leaf_return: LeafReturn = "leaf"
+    """Return of a sibling: its own trajectory's ``leaf``, or ``tree_mean``, the mean over its children, recursively."""
+    weighting: Weighting = "uniform"
+    """``uniform``: every tree token weighs the same. ``path_probability``: a turn weighs the product of 1/siblings on
+    its path, which alone makes the policy gradient unbiased, at a higher variance."""
+    trunk_in_siblings: TrunkInSiblings = "auto"
+    """May a trunk's own return stand in its forks' baselines: ``always``, ``never``, or ``auto``: only where the branch
+    point was chosen from the state alone."""
+
+    def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
+        """Siblings' returns; see :func:`sibling_advantages`."""
+        result = sibling_advantages(forest, **self.model_dump())
+        found = result.diagnostics
+        metrics = {
+            "bpo/advantage_mean": float(found.advantage_mean),
+            "bpo/advantage_std": float(found.advantage_std),
+            "bpo/sibling_return_variance": _mean(found.group_variance),
+            "bpo/prefix_explained_share": float(found.prefix_explained_share),
+            "bpo/zero_advantage_groups": float(found.zero_advantage_share),
+            "bpo/sibling_groups": float(found.group_size.numel()),
+            "bpo/group_size": _mean(found.group_size.double()),
+            "bpo/turns_without_siblings": 1.0 - _mean(result.valid.double()),
+        }
+        return Estimate(result.advantage, result.weight, result.valid, metrics, result.comparison)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if values.numel() else 0.0
 
 
 def _branch_point(forest: Forest) -> Tensor:

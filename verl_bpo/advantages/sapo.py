@@ -21,52 +21,21 @@ branch point was chosen by looking at the trunk's action.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from verl_bpo.options import Options
+from verl_bpo.advantages.estimator import Estimate, Estimator, Values
+from verl_bpo.tree.forest import Forest
+
+ESTIMATOR = "SAPO"
 
 Bootstrap = Literal["sarsa", "v"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
-
-
-class SAPO(Options):
-    """``algorithm.adv_estimator=sapo``: Single-rollout Autoregressive Policy Optimization (arXiv 2608.19842). Not verl's
-    policy loss of the same name."""
-
-    gamma: Fraction = 1.0
-    """Discount of a turn."""
-    lam: Fraction = 0.95
-    """lambda of the returns G that advantages and the state values' targets are made of."""
-    bootstrap: Bootstrap = "sarsa"
-    """What stands in G for the rest after the next turn began: ``sarsa``, its action value Q, or ``v``, its state value."""
-    sarsa_lambda: Fraction = 0.0
-    """lambda of the action values' targets: 0 is SARSA's one step."""
-    truncation: Literal["bootstrap", "terminal"] = "terminal"
-    """A trajectory cut by a limit: ``terminal`` counts nothing after it, so running out of turns is a failure, as it is for
-    every other estimator here. ``bootstrap`` takes the last turn's action value Q for its return, and that turn teaches Q
-    nothing: for limits that are no part of the task. Where episodes fail only by running out, it leaves nothing that holds
-    the values down."""
-    normalise: bool = True
-    """Advantages to mean 0 and standard deviation 1 over all turns of the batch."""
-    v_coef: NotNegative = 0.5
-    """c_v: weight of the state values' loss beside the policy's."""
-    q_coef: NotNegative = 0.5
-    """c_q: weight of the action values' loss beside the policy's."""
-    value_clip: Above0 | None = 0.5
-    """How far a value may move from what it was when the batch was sampled before its loss is clipped. None: any."""
-    value_grad_scale: NotNegative = 1.0
-    """Factor on the value losses' gradient into the backbone: 1 shares it (the paper), 0 leaves the heads a probe."""
-    head_lr: Above0 | None = None
-    """Learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about 0.1 at
-    most, whatever the model's width."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Training steps in which only the heads learn, before the policy starts to."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +209,56 @@ def normalise_turns(advantage: Tensor, weight: Tensor | None = None) -> Normalis
     if degenerate:
         return NormalisedTurns(torch.zeros_like(advantage), mean, torch.zeros_like(std), True)
     return NormalisedTurns(centred / std, mean, std, False)
+
+
+class SAPO(Estimator):
+    """``algorithm.adv_estimator=sapo``: Single-rollout Autoregressive Policy Optimization (arXiv 2608.19842). Not verl's
+    policy loss of the same name."""
+
+    KEYS: ClassVar[str] = "sapo"
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"value"})
+
+    gamma: Fraction = 1.0
+    """Discount of a turn."""
+    lam: Fraction = 0.95
+    """lambda of the returns G that advantages and the state values' targets are made of."""
+    bootstrap: Bootstrap = "sarsa"
+    """What stands in G for the rest after the next turn began: ``sarsa``, its action value Q, or ``v``, its state value."""
+    sarsa_lambda: Fraction = 0.0
+    """lambda of the action values' targets: 0 is SARSA's one step."""
+    truncation: Literal["bootstrap", "terminal"] = "terminal"
+    """A trajectory cut by a limit: ``terminal`` counts nothing after it, so running out of turns is a failure, as it is for
+    every other estimator here. ``bootstrap`` takes the last turn's action value Q for its return, and that turn teaches Q
+    nothing: for limits that are no part of the task. Where episodes fail only by running out, it leaves nothing that holds
+    the values down."""
+    normalise: bool = True
+    """Advantages to mean 0 and standard deviation 1 over all turns of the batch."""
+    v_coef: NotNegative = 0.5
+    """c_v: weight of the state values' loss beside the policy's."""
+    q_coef: NotNegative = 0.5
+    """c_q: weight of the action values' loss beside the policy's."""
+    value_clip: Above0 | None = 0.5
+    """How far a value may move from what it was when the batch was sampled before its loss is clipped. None: any."""
+    value_grad_scale: NotNegative = 1.0
+    """Factor on the value losses' gradient into the backbone: 1 shares it (the paper), 0 leaves the heads a probe."""
+    head_lr: Above0 | None = None
+    """Learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about 0.1 at
+    most, whatever the model's width."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Training steps in which only the heads learn, before the policy starts to."""
+
+    def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
+        """A = G - V, normalised over the turns of the batch."""
+        trained = ~values.v.isnan()
+        advantage = (values.returns - values.v).masked_fill(~trained, 0)
+        normal = normalise_turns(advantage, trained)
+        metrics = {
+            "sapo/advantage_mean": float(normal.mean),
+            "sapo/advantage_std": float(normal.std),
+            "sapo/degenerate": float(normal.degenerate),
+        }
+        advantage = normal.advantage if self.normalise else advantage
+        return Estimate(advantage, trained.to(advantage), trained, metrics, degenerate=normal.degenerate)
 
 
 def _following(trajectory: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def base_yaml() -> str:
         at = tree
         for group in groups:
             at = at.setdefault(group, {})
-        at[name] = {} if name == "kwargs" else None
+        at[name] = {} if name in ("kwargs", "estimator") else None
     return _HEAD + yaml.safe_dump(tree, sort_keys=False)
 
 

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from verl_bpo.advantages.bpo import BPO
+from verl_bpo.advantages.estimator import ESTIMATORS, Estimator
 from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.options import ConfigError, Options, keys, read
-from verl_bpo.sandbox.loading import BACKENDS
+from verl_bpo.sandbox.loading import BACKENDS, EnvironmentUnavailable
 from verl_bpo.shells.base import SHELLS
 from verl_bpo.shells.container import ContainerConfig
 from verl_bpo.tree.branching import Branching
@@ -180,6 +181,8 @@ class BPOConfig(Options):
     budget: BudgetConfig = BudgetConfig()
     advantage: BPO = BPO()
     sapo: SAPO = SAPO()
+    estimator: dict[str, Any] = {}
+    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``."""
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
     packed_tree: PackedTreeConfig = PackedTreeConfig()
@@ -249,6 +252,33 @@ def build(user: dict[str, Any] | None, default_preset: str, values: bool = False
         known = keys(Branching) | keys(selector_class(branch["selector"]))
         given = given | {"branch": {k: v for k, v in given.get("branch", {}).items() if k in known}}
     return read(BPOConfig, _merge(given, user) | {"preset": preset}, "bpo")
+
+
+def estimator_class(name: str) -> type[Estimator] | None:
+    """The class that ``algorithm.adv_estimator`` names; None where the estimator is verl's.
+
+    Raises:
+        ConfigError: an own class that can't be loaded.
+    """
+    if not ESTIMATORS.knows(name):
+        return None
+    try:
+        return ESTIMATORS.load(name)
+    except EnvironmentUnavailable as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from None
+
+
+def find_estimator(config: BPOConfig, name: str) -> Estimator | None:
+    """The estimator that ``algorithm.adv_estimator`` names, with its parameters; None where it is verl's.
+
+    Raises:
+        ConfigError: it can't be loaded, or a parameter is wrong.
+    """
+    kind = estimator_class(name)
+    if kind is None:
+        return None
+    own = getattr(config, kind.KEYS)
+    return own if isinstance(own, kind) else read(kind, own, f"bpo.{kind.KEYS}")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_bpo.config.schema import BPOConfig, build
+from verl_bpo.advantages.estimator import ESTIMATORS, Estimator
+from verl_bpo.config.schema import BPOConfig, build, estimator_class, find_estimator
 from verl_bpo.integration.process import ERRORS, on_cpu
 from verl_bpo.integration.vllm import vllm_usable
 from verl_bpo.options import ConfigError, keys
@@ -22,10 +23,8 @@ from verl_bpo.tree.selectors import NoBranching
 
 AGENT_LOOP = "tree_agent"
 MANAGER = "verl_bpo.integration.manager.TreeManager"
-MODES = {"bpo": "bpo_sync", "sapo": "sapo_sync"}
-"""Trainer mode of each of our advantage estimators. Every other estimator runs in ``bpo_sync`` too; ``bpo`` with branch
-scores by state values runs in ``sapo_sync``, which trains the readout that they come from."""
-ESTIMATORS = tuple(MODES)
+PLAIN_MODE, VALUE_MODE = "bpo_sync", "sapo_sync"
+"""Trainer modes: for every estimator, verl's too; and where a value readout is trained."""
 VALUE_ENGINES = ("hf", "vllm")
 """Rollout engines that read values of states while they generate."""
 VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -37,7 +36,7 @@ PACKED_VENDOR = "packed_tree"
 def asks_for_us(config: DictConfig) -> bool:
     """Whether a run wants tree rollouts: by its estimator, its agent loop, or any ``bpo.*`` key."""
     agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.default_agent_loop")
-    return config.algorithm.adv_estimator in ESTIMATORS or agent == AGENT_LOOP or bool(config.get("bpo"))
+    return ESTIMATORS.knows(config.algorithm.adv_estimator) or agent == AGENT_LOOP or bool(config.get("bpo"))
 
 
 def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,15 +65,15 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     """
     if ERRORS:
         raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
-    tree = config.algorithm.adv_estimator in ESTIMATORS
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
-    estimator, cpu = config.algorithm.adv_estimator, on_cpu() if cpu is None else cpu
+    kind, cpu = estimator_class(config.algorithm.adv_estimator), on_cpu() if cpu is None else cpu
+    needs = kind.NEEDS if kind else frozenset()
     engine = _rollout_engine(config, cpu)
-    values = estimator == "sapo" and engine in VALUE_ENGINES
-    resolved = build(_without_unset(user), "paper" if estimator == "bpo" else "plain", values)
-    readout = estimator == "sapo" or (estimator == "bpo" and resolved.branch.needs_value)
-    _check(config, resolved, tree, readout, engine)
-    if estimator == "sapo" and resolved.preset == "guided" and not values:
+    values = "value" in needs and engine in VALUE_ENGINES
+    resolved = build(_without_unset(user), kind.PRESET if kind else "plain", values)
+    readout = "value" in needs or (kind is not None and resolved.branch.needs_value)
+    _check(config, resolved, find_estimator(resolved, config.algorithm.adv_estimator), readout, engine)
+    if "value" in needs and resolved.preset == "guided" and not values:
         print(
             f"verl_bpo: rollout.name={engine} gives no state values: preset guided forks successful trajectories instead"
         )
@@ -83,7 +82,7 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     with open_dict(config):
         config.bpo = OmegaConf.create(resolved.model_dump())
         config.trainer.use_v1 = True
-        config.trainer.v1.trainer_mode = MODES["sapo" if readout else "bpo"]
+        config.trainer.v1.trainer_mode = VALUE_MODE if readout else PLAIN_MODE
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.default_agent_loop = AGENT_LOOP
         rollout.agent.agent_loop_manager_class = MANAGER
@@ -147,30 +146,30 @@ def _rollout_engine(config: DictConfig, cpu: bool) -> str:
     return "hf" if cpu and not (name == "vllm" and vllm_usable()) else name
 
 
-def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine: str) -> None:
+def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, readout: bool, engine: str) -> None:
     mode = config.trainer.v1.trainer_mode
-    if mode not in ("sync", *MODES.values()):
+    if mode not in ("sync", PLAIN_MODE, VALUE_MODE):
         raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
     if readout:
         _check_readout(config)
-    if tree and bpo.branch.needs_value and engine not in VALUE_ENGINES:
+    if estimator and bpo.branch.needs_value and engine not in VALUE_ENGINES:
         raise ConfigError(
             f"bpo.branch.score={bpo.branch.selector.score} needs state values during rollouts, which rollout.name={engine} "
             f"doesn't give: set bpo.branch.score=entropy, or actor_rollout_ref.rollout.name={VALUE_ENGINES[0]}"
         )
     if bpo.packed_tree.enable:
         _check_packed_trees(config, bpo.packed_tree.backend)
-    if tree and config.algorithm.use_kl_in_reward:
+    if estimator and config.algorithm.use_kl_in_reward:
         raise ConfigError(
             "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
             "use actor_rollout_ref.actor.use_kl_loss=True"
         )
-    if not tree and not isinstance(bpo.branch.selector, NoBranching):
+    if not estimator and not isinstance(bpo.branch.selector, NoBranching):
         raise ConfigError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} takes independent trajectories, but "
             f"bpo.branch.selector={bpo.branch.selector.NAME} branches: set bpo.preset=plain or adv_estimator=bpo"
         )
-    if not tree and bpo.branch.root_samples != 1:
+    if not estimator and bpo.branch.root_samples != 1:
         raise ConfigError(
             f"bpo.branch.root_samples={bpo.branch.root_samples} is for adv_estimator=bpo; independent trajectories are "
             f"counted by actor_rollout_ref.rollout.n"
@@ -181,7 +180,7 @@ def _check(config: DictConfig, bpo: BPOConfig, tree: bool, readout: bool, engine
             f"{config.data.train_batch_size} prompts"
         )
     alone = isinstance(bpo.branch.selector, NoBranching) and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
-    if config.algorithm.adv_estimator == "bpo" and alone and config.actor_rollout_ref.rollout.n == 1:
+    if estimator and "siblings" in estimator.NEEDS and alone and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
             "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"

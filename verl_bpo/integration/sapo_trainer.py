@@ -13,7 +13,8 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import response_from_nested
 
-from verl_bpo.advantages.sapo_turns import sapo_turns
+from verl_bpo.advantages.estimator import Values
+from verl_bpo.advantages.sapo_turns import sapo_targets
 from verl_bpo.integration.losses import sapo_loss
 from verl_bpo.integration.tree_trainer import TreeTrainer, _plain_list
 from verl_bpo.tree.forest import Forest
@@ -22,9 +23,8 @@ from verl_bpo.tree.rows import RowSpans
 
 @register_trainer("sapo_sync")
 class SAPOTrainer(TreeTrainer):
-    """Reads V and Q in the forward that computes old log-probs, makes advantages of them, and trains both with the policy.
-
-    With ``algorithm.adv_estimator=bpo`` the policy's advantages are BPO's, and the values only say where to branch.
+    """Reads V and Q in the forward that computes old log-probs, and trains both with the policy: for an estimator that needs
+    values, or for a selector, to say where to branch.
 
     Works on single trajectories (``rollout.n=1``, the paper's case), on several of a prompt, and on the rows of a BPO tree:
     each turn is trained by one row, so it counts once in the losses and in the normalisation.
@@ -51,28 +51,19 @@ class SAPOTrainer(TreeTrainer):
         self._read = [response_from_nested(data[key], mask).unbind() for key in ("state_values", "action_values")]
         return batch
 
-    def _turn_advantage(
-        self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
-    ) -> KVBatchMeta:
+    def _read_values(
+        self, trees: Forest, rows: list[RowSpans], metrics: dict
+    ) -> tuple[Values, dict[str, list[torch.Tensor]]]:
         v, q = (torch.full_like(trees.reward, float("nan")) for _ in range(2))
         for row, row_v, row_q in zip(rows, *self._read):
             v[row.nodes] = row_v[row.starts].to(v)
             q[row.nodes] = row_q[[end - 1 for end in row.ends]].to(q)
-        turns, found = sapo_turns(trees, v, q, self.bpo.sapo)
+        values, found = sapo_targets(trees, v, q, self.bpo.sapo)
         metrics.update(found)
-        if metrics["sapo/degenerate"]:
-            print(
-                f"verl_bpo: WARNING: all advantages of step {self.global_steps} are equal (or there is one turn): the policy "
-                f"learns nothing from it"
-            )
         read = ~trees.state_value.isnan() & ~v.isnan()
         if bool(read.any()):  # the rollout's V of the same state by the same weights
             metrics["sapo/rollout_value_diff"] = float((trees.state_value[read] - v[read]).abs().max())
-        masks = [row.mask() for row in rows]
-        if self.config.algorithm.adv_estimator == "bpo":
-            turns["advantages"], masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
-        values = {key: [row.spread(x) for row in rows] for key, x in turns.items()}
-        return self._put(batch, masks, metrics, **values)
+        return values, {key: [row.spread(x) for row in rows] for key, x in values.for_loss().items()}
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch.extra_info["value_warmup"] = self.global_steps <= self.bpo.sapo.warmup_steps

@@ -27,17 +27,15 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_bpo.advantages.bpo import TurnAdvantages, sibling_advantages
-from verl_bpo.config.schema import RunError, build
+from verl_bpo.advantages.estimator import Estimate, Values
+from verl_bpo.config.schema import RunError, build, find_estimator
 from verl_bpo.integration.losses import policy_loss
-from verl_bpo.integration.prepare import ESTIMATORS
 from verl_bpo.model.checkpoint import CONFIG_FILE
 from verl_bpo.model.packed_tree import place_rows
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import (
     BLIND,
     COMPUTE_COUNTERS,
-    advantage_metrics,
     blind_entropy,
     success_by_type,
     tree_metrics,
@@ -68,6 +66,7 @@ class TreeTrainer(PPOTrainerSync):
             # verl compares the mode with "sync" to choose the replay buffer and the checkpoint's content.
             config.trainer.v1.trainer_mode = "sync"
         self.bpo = build(OmegaConf.to_container(config.bpo, resolve=True), "plain")
+        self.estimator = find_estimator(self.bpo, config.algorithm.adv_estimator)
         self.totals: Counter[str] = Counter()
         selector = self.bpo.branch.selector
         self.memory = selector.memory() if isinstance(selector, Choosing) else None
@@ -220,7 +219,7 @@ class TreeTrainer(PPOTrainerSync):
         trees = self._trees(batch.keys, uids, extras, padding)
         self._count(trees, metrics)
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
-        if self.config.algorithm.adv_estimator not in ESTIMATORS:
+        if self.estimator is None:
             return self._stock_advantage(batch, uids, extras, metrics)
         rows = [
             RowSpans.none(len(mask)) if pad
@@ -232,20 +231,25 @@ class TreeTrainer(PPOTrainerSync):
     def _turn_advantage(
         self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
     ) -> KVBatchMeta:
-        """BPO: siblings' returns."""
-        turns, masks = self._sibling_advantages(batch, trees, rows, uids, metrics)
-        advantages = [row.spread(turns) for row in rows]
-        return self._put(batch, masks, metrics, advantages=advantages, returns=advantages)
+        """The estimator's numbers of every turn, on the tokens of the row that trains it."""
+        values, fields = self._read_values(trees, rows, metrics)
+        estimate = self.estimator(trees, values)
+        metrics.update(estimate.metrics)
+        if estimate.degenerate:
+            print(
+                f"verl_bpo: WARNING: all advantages of step {self.global_steps} are equal (or there is one turn): the policy "
+                f"learns nothing from it"
+            )
+        self._dump_advantages(trees, uids, batch.keys, estimate)
+        advantages = [row.spread(estimate.advantage * estimate.weight) for row in rows]
+        masks = [row.spread(estimate.valid.long()) for row in rows]
+        return self._put(batch, masks, metrics, **{"advantages": advantages, "returns": advantages, **fields})
 
-    def _sibling_advantages(
-        self, batch: KVBatchMeta, trees: Forest, rows: list[RowSpans], uids: list, metrics: dict
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """BPO's weighted advantage of every turn [N], and each row's mask of the tokens that it trains."""
-        result = sibling_advantages(trees, **self.bpo.advantage.model_dump())
-        metrics.update(advantage_metrics(result))
-        self._dump_advantages(trees, uids, batch.keys, result)
-        masks = [row.spread(result.valid.long()) for row in rows]
-        return result.advantage * result.weight, masks
+    def _read_values(
+        self, trees: Forest, rows: list[RowSpans], metrics: dict
+    ) -> tuple[Values | None, dict[str, list[torch.Tensor]]]:
+        """What the readout said of the turns, and the per-token fields that its loss needs; nothing without one."""
+        return None, {}
 
     def _put(self, batch: KVBatchMeta, masks: list, metrics: dict, **values: list) -> KVBatchMeta:
         """Write the masks of what is trained and per-token ``values``; then verl's rollout correction, if it is on."""
@@ -357,12 +361,12 @@ class TreeTrainer(PPOTrainerSync):
                 "where to branch: if they all begin alike, set bpo.branch.entropy_tokens=open"
             )
 
-    def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], result: TurnAdvantages) -> None:
-        if self.bpo.dump_dir is None:
+    def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], estimate: Estimate) -> None:
+        if self.bpo.dump_dir is None or estimate.comparison is None:
             return
         prompt_of = {_session(k): u for k, u in zip(keys, uids)}
         records = [
-            result.record(
+            estimate.record(
                 turns,
                 self.global_steps,
                 prompt_of[session],

@@ -1,4 +1,4 @@
-"""Per-step numbers: ``compute/*`` for every algorithm, ``tree/*`` about rollouts, ``bpo/*`` about advantages."""
+"""Per-step numbers: ``compute/*`` for every algorithm, ``tree/*`` about rollouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from verl_bpo.advantages.bpo import TurnAdvantages
 from verl_bpo.tree.forest import Forest
 
 COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
@@ -65,21 +64,6 @@ def blind_entropy(score: torch.Tensor) -> bool:
     to branch."""
     found = score[~score.isnan()]
     return bool(len(found)) and float(found.quantile(0.95)) < BLIND
-
-
-def advantage_metrics(result: TurnAdvantages) -> dict[str, float]:
-    """What the estimator made of the trees."""
-    found = result.diagnostics
-    return {
-        "bpo/advantage_mean": float(found.advantage_mean),
-        "bpo/advantage_std": float(found.advantage_std),
-        "bpo/sibling_return_variance": _mean(found.group_variance),
-        "bpo/prefix_explained_share": float(found.prefix_explained_share),
-        "bpo/zero_advantage_groups": float(found.zero_advantage_share),
-        "bpo/sibling_groups": float(found.group_size.numel()),
-        "bpo/group_size": _mean(found.group_size.double()),
-        "bpo/turns_without_siblings": 1.0 - _mean(result.valid.double()),
-    }
 
 
 def success_by_type(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]]) -> dict[str, float]:
