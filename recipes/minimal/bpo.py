@@ -20,15 +20,14 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.config.schema import BranchConfig
+from verl_bpo.advantages.bpo import BPO
 from verl_bpo.sandbox import SandboxPool
+from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
-from verl_bpo.tree.forest import build_batch
+from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.prompting import Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
-from verl_bpo.tree.rows import topology
-from verl_bpo.tree.selectors import threshold
+from verl_bpo.tree.selectors import Threshold
 
 GAME = f"{Path(__file__).resolve().parents[1]}/own_env/number_game.py:NumberGame"
 WORDS = ["", *(f"guess {i}" for i in range(1, 10)), "Higher.", "Lower.", "Right."]  # a token is a place in this list
@@ -94,9 +93,8 @@ async def roll(policy, args, branch, games, pool, executor):
             return Generation([index + 1], guess.log_prob(torch.tensor([index])).tolist(), guess.entropy().tolist())
 
         budget = Budget("leaves", args.leaves, max_turns=3, max_action_tokens=1)
-        selector = threshold(args.threshold) if branch.selector == "threshold" else None
         with pool.open() as world:
-            rollout = TreeRollout(generate, world, executor, Prompter(), branch, budget, selector, 4, 1)
+            rollout = TreeRollout(generate, world, executor, Prompter(), branch, budget, 4, 1)
             return await rollout.run("game", seed=game)
 
     return await asyncio.gather(*map(tree, games))
@@ -105,8 +103,8 @@ async def roll(policy, args, branch, games, pool, executor):
 def compare(trees):
     """The turns that something can be learned from: states, guesses, their old log-probabilities, their advantages."""
     # A_i = R_i - mean of R_j over the other siblings j, for every turn of sibling i up to the next branch point.
-    records = {i: {"topology": topology(tree), "counters": {}, "failures": []} for i, tree in enumerate(trees)}
-    found = sibling_advantages(build_batch(records, prompts={i: i for i in records}), baseline="loo")
+    named = {str(i): tree for i, tree in enumerate(trees)}
+    found = BPO(baseline="loo")(Forest.of(named, prompts={name: name for name in named}))
     # Every turn of a tree once, however many leaves share it; not at all if it has no siblings to be compared with.
     turns = [node for tree in trees for node in tree.nodes]
     states = torch.tensor([turn.prompt_ids for turn in turns])
@@ -166,8 +164,8 @@ def main():
     for field in fields(Args):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
     args = Args(**vars(parser.parse_args()))
-    bpo = BranchConfig(selector="threshold", forks=args.forks)
-    rloo = BranchConfig(selector="none", root_samples=args.leaves)  # a tree that branches at its root only
+    bpo = Branching(selector=Threshold(threshold=args.threshold), forks=args.forks)
+    rloo = Branching(root_samples=args.leaves)  # a tree that branches at its root only
     report({"BPO": train(args, bpo), "RLOO": train(args, rloo)}, args)
 
 
