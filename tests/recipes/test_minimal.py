@@ -20,6 +20,6 @@ def test_one_command_prints_a_table_and_draws_the_curves(tmp_path):
 def test_bpo_learns_to_win_more_than_chance_does():
     """Chance is 1 - (8/9)^3 = 0.30."""
     bpo = runpy.run_path(str(FILE))
-    curve = bpo["train"](bpo["Args"](env_steps=8000), bpo["BranchConfig"](selector="threshold"))
+    curve = bpo["train"](bpo["Args"](env_steps=8000), bpo["Branching"](selector=bpo["Threshold"]()))
     late = [won for steps, won in curve if steps > 6000]
     assert sum(late) / len(late) > 0.45
