@@ -30,7 +30,6 @@ from verl_bpo.model.packed_tree import (
     HiddenReads,
     PackedTreeUnsupported,
     attention,
-    check_layers,
     choose_backend,
     chunked_outputs,
     pack_rows,
@@ -41,7 +40,10 @@ from verl_bpo.model.packed_tree import (
     tree_outputs,
     wanted_logits,
 )
+from verl_bpo.model.packed_tree.attach import attach
 from verl_bpo.model.packed_tree.chunks import cut_tree
+from verl_bpo.model.packed_tree.likelihood import edge_outputs
+from verl_bpo.model.support import PACKED, UnsupportedModel, check_config
 
 VOCABULARY = 61
 MODELS = {
@@ -278,6 +280,7 @@ def test_keys_along_the_paths_are_not_kept_for_the_backward(monkeypatch):
 
     monkeypatch.setattr(attention, "_sdpa", spy)
     rows, model = make_rows(0), make_model()
+    attach(model)  # which tries the first layer
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -532,10 +535,79 @@ def test_ordinary_calls_of_an_attached_model_are_untouched():
 
 
 def test_the_config_is_restored_when_attention_fails():
-    model = make_model(attention_dropout=0.5)
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5  # as if set after the check of the config
     with pytest.raises(PackedTreeUnsupported, match="dropout"):
         packed(model, make_rows(0))
     assert model.config._attn_implementation == "sdpa"
+
+
+# --- half precision
+
+
+@pytest.mark.parametrize("compute", [packed, chunked])
+def test_gradients_of_many_forks_add_up_in_bfloat16(compute):
+    """1,500 forks of one trunk that are nearly alike, so that they all pull its keys and values the same way."""
+    rows = [list(range(3, 9)) + [fork % VOCABULARY, fork // VOCABULARY] for fork in range(1500)]
+    half = make_model(num_hidden_layers=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        embeddings = half.get_input_embeddings().weight
+        embeddings.copy_(embeddings[:1] + 0.05 * embeddings)
+    exact = make_model(num_hidden_layers=1)
+    exact.load_state_dict(half.state_dict())
+    grads = []
+    for model in (half, exact):
+        compute(model, rows)[1].mean().backward()
+        grads.append(model.model.layers[0].self_attn.v_proj.weight.grad.double())
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.02
+
+
+# --- log-probs and entropies in blocks
+
+
+@pytest.mark.parametrize("block", [1, 3, 100, None])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_and_entropies_in_blocks_equal_those_at_once(block, entropy):
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, 13, generator=draw, dtype=torch.float64).requires_grad_()
+    sources, tokens = torch.tensor([7, 0, 0, 4, 9, 4, 4]), torch.tensor([1, 2, 12, 5, 0, 5, 6])
+
+    def plain(logits):
+        full = (logits / 0.7).log_softmax(-1)
+        return full[sources, tokens], -(full.exp() * full).sum(-1)
+
+    def loss(found):
+        weight = torch.arange(1.0, 8.0, dtype=torch.float64)
+        return (found[0] * weight).sum() + ((found[1] * torch.arange(10.0)).sum() if entropy else 0)
+
+    found = edge_outputs(logits, sources, tokens, 0.7, entropy, block)
+    for ours, theirs in zip(found[: 1 + entropy], plain(logits)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(loss(x), logits)[0] for x in (found, plain(logits)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert (found[1] is None) == (not entropy)
+
+
+def test_no_float32_copy_of_all_logits_is_made():
+    """Forward and backward of half-precision logits allocate one gradient of them, and otherwise blocks."""
+    logits = torch.zeros(512, 4096, dtype=torch.bfloat16, requires_grad=True)
+    sources, tokens = torch.arange(512), torch.arange(512)
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple) else (out,):
+                if isinstance(x, torch.Tensor) and x.dtype == torch.float32:
+                    largest.append(x.numel())
+            return out
+
+    with Watch():
+        log_probs, entropy = edge_outputs(logits, sources, tokens, 0.5, True, 16)
+        (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.dtype == entropy.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
+    assert max(largest) == 16 * 4096
 
 
 # --- what can't be supported
@@ -544,7 +616,7 @@ def test_the_config_is_restored_when_attention_fails():
 def test_a_path_longer_than_the_sliding_window_is_refused_and_a_shorter_one_equals_rows():
     rows = make_rows(0)
     longest = max(map(len, rows))
-    with pytest.raises(PackedTreeUnsupported, match="sliding window"):
+    with pytest.raises(UnsupportedModel, match="sliding window"):
         packed(make_model("mistral", sliding_window=longest - 1), rows)
     model = make_model("mistral", sliding_window=longest)
     assert_same(evaluate(model, rows), evaluate(model, rows, reference), 1e-12)
@@ -552,31 +624,67 @@ def test_a_path_longer_than_the_sliding_window_is_refused_and_a_shorter_one_equa
 
 def test_a_config_tells_beforehand_whether_rows_fit_its_sliding_window():
     window = MistralConfig(sliding_window=100)
-    check_layers(window, longest=100)
-    with pytest.raises(PackedTreeUnsupported, match="rows of up to 101 tokens exceed mistral's sliding window of 100"):
-        check_layers(window, longest=101)
-    check_layers(Qwen2Config(sliding_window=100, use_sliding_window=False), longest=101)
+    check_config(window, PACKED, longest=100)
+    with pytest.raises(UnsupportedModel, match="rows of up to 101 tokens exceed mistral's sliding window of 100"):
+        check_config(window, PACKED, longest=101)
+    check_config(Qwen2Config(sliding_window=100, use_sliding_window=False), PACKED, longest=101)
 
 
 def test_linear_attention_is_refused():
     model = make_model()
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(PackedTreeUnsupported, match="linear_attention"):
+    with pytest.raises(UnsupportedModel, match="linear_attention"):
         packed(model, make_rows(0))
 
 
 def test_a_model_without_the_attention_interface_is_refused():
     model = make_model()
     model.model.layers[1].self_attn = nn.Identity()
-    with pytest.raises(PackedTreeUnsupported, match="2 modules"):
+    with pytest.raises(UnsupportedModel, match="2 modules"):
         packed(model, make_rows(0))
 
 
-def test_chunked_refuses_dropout():
-    model = make_model()
-    model.model.layers[0].mlp.dropout = nn.Dropout(0.1)
-    with pytest.raises(PackedTreeUnsupported, match="dropout"):
-        chunked(model, make_rows(0))
+class Dropping(nn.Module):
+    """A layer's MLP with dropout, by a module or by a function."""
+
+    def __init__(self, mlp: nn.Module, functional: bool) -> None:
+        super().__init__()
+        self.mlp, self.functional, self.drop = mlp, functional, nn.Dropout(0.0 if functional else 0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.mlp(x))
+        return F.dropout(x, 0.4, self.training) if self.functional else x
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
+def test_chunks_draw_the_same_dropout_in_both_passes(functional):
+    """The gradient along a random direction is the derivative of the loss under the masks of one seed."""
+    model, rows = make_model(), make_rows(0)
+    for layer in model.model.layers:
+        layer.mlp = Dropping(layer.mlp, functional)
+    draw = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in model.parameters()]
+
+    def loss(step: float) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, way in zip(model.parameters(), direction):
+                parameter += step * way
+        torch.manual_seed(7)
+        log_probs, entropy = chunked(model, rows)
+        with torch.no_grad():
+            for parameter, way in zip(model.parameters(), direction):
+                parameter -= step * way
+        return (log_probs * torch.linspace(0, 1, len(log_probs))).sum() + entropy.sum()
+
+    with torch.no_grad():
+        slope = float(loss(1e-6) - loss(-1e-6)) / 2e-6
+    loss(0.0).backward()
+    after = torch.get_rng_state()
+    found = sum(float((p.grad * way).sum()) for p, way in zip(model.parameters(), direction))
+    assert found == pytest.approx(slope, rel=1e-4)
+    torch.manual_seed(7)
+    chunked(model, rows)
+    assert torch.equal(after, torch.get_rng_state())  # the second pass leaves the generator where it found it
 
 
 # --- backends

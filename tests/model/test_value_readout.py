@@ -8,6 +8,7 @@ from transformers import T5Config as EncoderConfig
 
 from verl_bpo.advantages.sapo import turn_boundaries
 from verl_bpo.model.value_readout import (
+    ReadPositions,
     UnsupportedModel,
     attach_value_readout,
     boundary_positions,
@@ -313,3 +314,26 @@ def test_a_forward_that_hides_its_hidden_states_is_an_error_and_not_a_wrong_numb
         model(input_ids=IDS)
         model(input_ids=IDS)
     assert model(input_ids=IDS).logits.shape == (3, 14, 60)  # the failures left nothing behind
+
+
+def test_a_state_that_many_actions_share_gets_their_whole_gradient_in_bfloat16():
+    """As on a packed tree, whose forks all read the state of their branch point."""
+    model = tiny().to(torch.bfloat16)
+    readout = randomise(attach_value_readout(model))
+    hidden: list[torch.Tensor] = []
+
+    def keep(module, args):
+        args[0].retain_grad()
+        hidden.append(args[0])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep, prepend=True)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    at = ReadPositions(torch.full((1500,), 1), torch.full((700,), 3), 4)
+    with readout.reading(at) as values:
+        model(input_ids=ids)
+    handle.remove()
+    assert values.state.shape == (1500,) and values.action.shape == (700,)
+    (values.state.sum() + values.action.sum()).backward()
+    v, q = readout.weight
+    for position, expected in ((1, 1500 * v), (3, 700 * q)):
+        torch.testing.assert_close(hidden[0].grad[0, position].float(), expected.detach(), rtol=0.01, atol=0.01)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_bpo.generation.kv_rows import KVRows, PrefixCache
 from verl_bpo.generation.sampling import SamplingParams, sample
+from verl_bpo.model.support import GENERATOR, check_length, longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +78,20 @@ class ContinuousBatcher:
     """Generates for many requests at once. Not thread-safe: see :class:`BatcherThread`.
 
     Args:
-        model: any causal language model with full attention on transformers' attention interface; its attention
+        model: any causal language model whose attention is full, on transformers' attention interface; its attention
             implementation is changed, which leaves ordinary calls as they were.
         eos_token_ids: tokens that end a sequence.
         max_num_seqs: sequences generated together; others wait.
         max_batched_tokens: prompt tokens computed in one step (a longer prompt is computed alone, in one go).
-        max_model_len: most tokens of a prompt and its completion; None: no limit here.
+        max_model_len: most tokens of a prompt and its completion; None: no limit here. A model with a sliding window, or
+            with positions that are scaled beyond a length, needs one within it.
         prefix_cache_tokens: tokens whose keys and values are kept for later prompts; 0 turns it off.
         block_size: tokens of a prefix are kept and found in blocks of this many.
         seed: of requests that bring none.
         tokenizer: only for stop strings.
+
+    Raises:
+        UnsupportedModel: the model would be computed wrongly here; the message says why and what to do.
     """
 
     def __init__(
@@ -102,6 +107,9 @@ class ContinuousBatcher:
         seed: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        most = longest_sequence(model.config)
+        if most is not None:
+            check_length(model.config, most + 1 if max_model_len is None else max_model_len, GENERATOR)
         self.model = model.eval()
         self.eos = frozenset(eos_token_ids)
         self.max_num_seqs = max_num_seqs

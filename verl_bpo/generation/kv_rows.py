@@ -19,6 +19,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from verl_bpo.model.support import (
+    GENERATOR,
+    UnsupportedModel,
+    attention_layers,
+    check_config,
+    refuse_odd_attention,
+)
+
 ROW_ATTENTION = "verl_bpo_rows"
 _PROBE = [3, 1, 2]
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -52,30 +60,33 @@ class PackedStep:
 
 
 class KVRows(Cache):
-    """``kv``: ``(layers, 2, rows, tokens, heads, head dim)``, grown by doubling; rows in use are the first ones."""
+    """``kv``: ``(layers, 2, rows, tokens, heads, width)``, grown by doubling; rows in use are the first ones."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find out the model's cache layout, and that it computes packed tokens as it does plain ones.
 
         Raises:
-            ValueError: the model's layers do not all cache keys and values of one shape without a sliding window, or
-                its attention does not go through transformers' attention interface as it should.
+            UnsupportedModel: the model's layers do not all cache keys and values of the same shapes, or its attention does
+                not go through transformers' attention interface as it should.
         """
         super().__init__(layers=[])
+        check_config(model.config, GENERATOR)
+        attention_layers(model, GENERATOR)
         probe = DynamicCache(config=model.config)
         with torch.no_grad():
             plain = model(input_ids=torch.tensor([_PROBE]), past_key_values=probe, use_cache=True).logits[0, -1]
-        shapes = {t.shape for layer in probe.layers for t in (layer.keys, layer.values)}
-        if len(shapes) != 1 or any(type(layer) is not DynamicLayer for layer in probe.layers):
-            raise ValueError(
-                f"{type(model).__name__} caches {sorted(map(str, shapes))} in {type(probe.layers[0]).__name__}s: only "
-                "full attention with one shape of keys and values in every layer is supported (no sliding window)"
-            )
+        known = all(isinstance(layer, DynamicLayer) and layer.keys is not None for layer in probe.layers)
+        shapes = {(layer.keys.shape, layer.values.shape) for layer in probe.layers} if known else set()
+        if len(shapes) != 1:
+            raise self._unsupported(model, "does not cache keys and values of the same shapes in all its layers")
         model.set_attn_implementation(ROW_ATTENTION)
         if model.config._attn_implementation != ROW_ATTENTION:
-            raise ValueError(f"{type(model).__name__} does not use transformers' attention interface")
-        _, heads, _, dim = shapes.pop()
-        self.kv = torch.zeros((len(probe.layers), 2, 0, 0, heads, dim), dtype=model.dtype)
+            raise self._unsupported(model, "does not use transformers' attention interface")
+        (_, heads, _, key_width), (_, _, _, self.value_width) = shapes.pop()
+        # One width for both: values of latent attention are narrower than their keys.
+        width = max(key_width, self.value_width)
+        self.key_width = key_width
+        self.kv = torch.zeros((len(probe.layers), 2, 0, 0, heads, width), dtype=model.dtype)
         self.step: PackedStep | None = None
         self._check(model, plain)
 
@@ -87,14 +98,19 @@ class KVRows(Cache):
             self.forward(model, _PROBE[:1] + _PROBE[:-1], self.plan([], [(0, 1), (0, len(_PROBE) - 1)]))
             packed = self.forward(model, _PROBE[1:2] + _PROBE[-1:], self.plan([1, len(_PROBE) - 1], []))[1]
         except Exception as error:
-            raise ValueError(f"{type(model).__name__} cannot run packed sequences: {error}") from error
+            raise self._unsupported(model, f"cannot run packed sequences ({error})") from error
         self.release()
         difference = (packed - plain).abs().max().item()
         if not difference <= _TOLERANCE.get(model.dtype, 0.1) * max(1.0, plain.abs().max().item()):
-            raise ValueError(
-                f"{type(model).__name__} computes other logits for packed sequences (off by {difference:.2g}): its "
-                "attention does more than scaled dot products with positions from position_ids"
+            raise self._unsupported(
+                model,
+                f"computes other logits for packed sequences (off by {difference:.2g}): its attention does more than scaled "
+                "dot products with positions from position_ids",
             )
+
+    @staticmethod
+    def _unsupported(model: PreTrainedModel, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{GENERATOR.name}: {type(model).__name__} {what}: {GENERATOR.instead}")
 
     def reserve(self, rows: int, tokens: int, used: int) -> None:
         """Make room for ``rows`` rows of ``tokens`` tokens; keep the first ``used`` rows' content."""
@@ -169,6 +185,7 @@ class KVRows(Cache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Store the packed tokens' ``(1, heads, tokens, head dim)``; returns all rows of the layer."""
         keys, values = self.kv[layer_idx]
+        keys, values = keys[..., : self.key_width], values[..., : self.value_width]
         keys[self.step.rows, self.step.positions] = key_states[0].transpose(0, 1)
         values[self.step.rows, self.step.positions] = value_states[0].transpose(0, 1)
         return keys, values
@@ -194,13 +211,17 @@ def row_attention(
 
     Args:
         query: ``(1, query heads, tokens, head dim)``.
-        key, value: all rows of the layer, ``(rows, tokens, heads, head dim)``.
+        key, value: all rows of the layer, ``(rows, tokens, heads, width of a key or a value)``.
 
     Returns:
-        ``(1, tokens, query heads, head dim)`` and None.
+        ``(1, tokens, query heads, width of a value)`` and None.
+
+    Raises:
+        UnsupportedModel: the layer asks for more than a softmax of scaled dot products.
     """
     if packed_step is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    refuse_odd_attention(module, kwargs)
     parts = []
     if count := packed_step.decoding:
         heads, kv_heads, dim = query.shape[1], key.shape[2], query.shape[3]
@@ -211,7 +232,7 @@ def row_attention(
             attn_mask=packed_step.mask.expand(-1, -1, heads // kv_heads, -1),
             scale=scaling,
         )
-        parts.append(out.reshape(1, count, heads, dim))
+        parts.append(out.reshape(1, count, heads, value.shape[3]))
     for p in packed_step.prefills:
         out = scaled_dot_product_attention(
             query[:, :, p.start : p.stop],
@@ -223,7 +244,7 @@ def row_attention(
             enable_gqa=True,
         )
         parts.append(out.transpose(1, 2))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+    return torch.cat(parts, dim=1), None  # contiguous: some models view it
 
 
 AttentionInterface.register(ROW_ATTENTION, row_attention)

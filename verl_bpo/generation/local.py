@@ -13,6 +13,7 @@ from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.sampling import SamplingParams
+from verl_bpo.model.support import longest_sequence
 from verl_bpo.sandbox.base import SandboxError
 from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.rollout import Generation
@@ -53,7 +54,9 @@ class LocalRollouts:
         self.prompter = Prompter(tokenizer, config.prompt)
         eos = getattr(model.generation_config, "eos_token_id", None)
         self.stops = tuple({self.prompter.end_of_turn_id, *([eos] if isinstance(eos, int) else eos or [])})
-        self.batcher = ContinuousBatcher(model, max_num_seqs=max(64, 2 * config.env.workers))
+        self.batcher = ContinuousBatcher(
+            model, max_num_seqs=max(64, 2 * config.env.workers), max_model_len=longest_sequence(model.config)
+        )
         self.generation = BatcherThread(self.batcher, threads)
         self.executor = ThreadPoolExecutor(4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.pools = Pools(config.env)

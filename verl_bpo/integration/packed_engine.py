@@ -34,15 +34,13 @@ from verl_bpo.model.packed_tree import (
     RowOutputs,
     choose_backend,
     chunked_outputs,
-    has_dropout,
     pack_rows,
     plan_micro_batches,
     row_outputs,
     tree_outputs,
     wanted_logits,
 )
-from verl_bpo.model.packed_tree.attention import attach
-from verl_bpo.model.packed_tree.forward import model_inputs
+from verl_bpo.model.packed_tree.attach import attach, model_inputs
 from verl_bpo.model.value_readout import ReadPositions, ReadValues
 
 VENDOR = "packed_tree"
@@ -81,14 +79,6 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         attach(base)  # before sharding, so that an unsupported model stops here
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
-        if self.chunked != "false" and not self.engine_config.forward_only and has_dropout(base):
-            if self.chunked == "true":
-                raise PackedTreeUnsupported(
-                    "bpo.packed_tree.chunked=True computes each token twice, which this model's dropout would make differ: "
-                    "set dropout to 0, or bpo.packed_tree.chunked=False"
-                )
-            self.chunked = "false"
-            print("verl_bpo: WARNING: the model has dropout: bpo.packed_tree.chunked=False in place of auto")
         module = super()._build_fsdp_module(module)
         name = get_device_name()
         chosen = choose_backend(torch.device(name), self._autocast_dtype, self.backend)
@@ -123,7 +113,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
         return result
 
     def _row_outputs(self, logits: torch.Tensor, micro_batch: TensorDict) -> RowOutputs:
-        outputs = tree_outputs(logits, self._tree, wanted=self._wanted, **_asked(micro_batch))
+        outputs = tree_outputs(logits, self._tree, wanted=self._wanted, **self._asked(micro_batch))
         return row_outputs(*outputs, self._tree)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
@@ -155,7 +145,7 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
             outputs = chunked_outputs(
                 self.module,
                 self._tree,
-                **_asked(micro_batch),
+                **self._asked(micro_batch),
                 wanted=self._wanted,
                 chunks=chunks,
                 backend=self.backend,
@@ -169,6 +159,16 @@ class PackedTreeEngine(transformer_impl.FSDPEngineWithLMHead):
                 loss, metrics = loss_function(model_output=model_output, data=micro_batch, dp_group=group)
         output = {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
         return loss, output
+
+    def _asked(self, micro_batch: TensorDict) -> dict[str, Any]:
+        """Both of verl's ways to spare memory on entropies are always on here: they are computed in blocks of tokens, and
+        once more for the backward. verl's chunk size is the block's, where its chunking is on."""
+        engine = self.engine_config
+        return {
+            "temperature": _one_temperature(micro_batch["temperature"]),
+            "entropy": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
+            "block": engine.entropy_from_logits_chunk_size if engine.entropy_from_logits_with_chunking else None,
+        }
 
     def _reads(self) -> HiddenReads | None:
         """What is read in the model's forward beside its logits."""
@@ -281,13 +281,6 @@ def _learned(micro_batch: TensorDict) -> torch.Tensor | None:
     seen = mask.values().bool()
     at = torch.arange(len(seen), device=seen.device) + (bounds[1:] - own[1:]).repeat_interleave(own.diff())
     return seen.new_zeros(int(bounds[-1])).index_put((at,), seen)
-
-
-def _asked(micro_batch: TensorDict) -> dict[str, Any]:
-    return {
-        "temperature": _one_temperature(micro_batch["temperature"]),
-        "entropy": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
-    }
 
 
 def _one_temperature(temperature: Any) -> float:

@@ -29,6 +29,7 @@ from verl.workers.rollout.utils import ensure_async_iterator, get_max_position_e
 
 from verl_bpo.generation.generator import BatcherThread, Completion, ContinuousBatcher
 from verl_bpo.generation.sampling import SamplingParams
+from verl_bpo.model.support import longest_sequence
 from verl_bpo.model.value_readout import NAME as READOUT
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,9 @@ class TransformersServer:
         self.model_config: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
         options = HFOptions.from_config(self.config)
         most = get_max_position_embeddings(self.model_config.hf_config)
-        self.max_model_len = self.config.max_model_len or most
+        self.max_model_len = self.config.max_model_len or min(
+            most, longest_sequence(self.model_config.hf_config) or most
+        )
         if self.max_model_len > most:
             raise ValueError(f"rollout.max_model_len={self.max_model_len} is more than the model's {most} positions")
         threads = options.thread_count(replicas_on_node)

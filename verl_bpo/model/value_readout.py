@@ -30,16 +30,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_bpo.advantages.sapo import TurnBoundaries
+from verl_bpo.model.support import READOUT, UnsupportedModel, check_config
 
 NAME = "value_readout"
 """Name of the readout inside the causal language model, and stem of its file."""
 FILE = f"{NAME}.safetensors"
 IN_ROLLOUT = "VERL_BPO_VALUES_IN_ROLLOUT"
 """Environment variable, 1 where the rollout engine takes the heads with its weights and gives values of states."""
-
-
-class UnsupportedModel(ValueError):
-    """The readout can't be attached to this model; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +169,16 @@ class ValueReadout(nn.Module):
                 f"the output embedding got {flat.shape[0]} of the forward's {at.tokens} tokens, so positions would be off: "
                 f"don't set logits_to_keep, and no sequence parallelism"
             )
-        state, action = flat[at.state], flat[at.action]
+        # A state that many rows share is read once: gradients of copies would add up in the backbone's half precision.
+        (states, of_state), (actions, of_action) = (x.unique(return_inverse=True) for x in (at.state, at.action))
+        state, action = flat[states], flat[actions]
         if self.grad_scale == 0:
             state, action = state.detach(), action.detach()
         elif hidden.requires_grad:
             for read in (state, action):
                 self._scale_and_measure(read)
-        self.values.state, self.values.action = self(state, action)
+        v, q = self(state, action)
+        self.values.state, self.values.action = v[of_state], q[of_action]
         if not (self.measure_gradients and hidden.requires_grad):
             return None
         policy = hidden.view_as(hidden)  # a name of its own for the gradient that comes from the logits alone
@@ -244,9 +244,11 @@ def attach_value_readout(model: nn.Module, grad_scale: float = 1.0) -> ValueRead
     """Give a Hugging Face causal LM (also inside a PEFT model) a readout; call it after dtype casts and after LoRA.
 
     Raises:
-        UnsupportedModel: no output embedding to read before, or a readout is there already.
+        UnsupportedModel: no decoder-only language model, no output embedding to read before, or a readout is there already.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(base, "config", None) is not None:
+        check_config(base.config, READOUT)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None or getattr(head, "weight", None) is None or head.weight.dim() != 2:
         raise UnsupportedModel(

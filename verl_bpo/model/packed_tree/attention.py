@@ -1,11 +1,8 @@
 """Each packed token attends to the tokens on its own path, and to nothing else.
 
 A node's queries meet the keys gathered along its path. With the causal triangle aligned to the lower right corner this
-is plain variable-length attention, for trees of any depth, without a mask over the tree.
-
-Attention modules call the function that their config names. :func:`attach` puts hooks on them which name ours while a
-call carries a packed tree, and restore the config right after; calls without one don't notice. The hooks run again
-when a checkpointed layer is recomputed, long after the model's own forward has returned.
+is plain variable-length attention, for trees of any depth, without a mask over the tree. :mod:`attach` brings it into a
+model.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
 from verl_bpo.model.packed_tree.trie import PackedTree
+from verl_bpo.model.support import PACKED, UnsupportedModel, check_length, refuse_odd_attention
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +31,10 @@ NAME = "packed_tree"
 BACKENDS = ("sdpa", "flash_attn", "torch_varlen", "flex")
 _QUERY_BLOCK = 512
 """``sdpa`` cuts long nodes into blocks of this many queries: a block doesn't touch the keys after its end."""
+
+
+_GRADIENT_BLOCK = 8192
+"""Gradients of gathered keys are turned to float32 so many tokens at a time."""
 
 
 class Call:
@@ -48,8 +50,8 @@ class Call:
         self.tree, self.backend, self.memory = tree, backend, memory
 
 
-class PackedTreeUnsupported(NotImplementedError):
-    """The model, or what was asked of it, can't be computed on packed trees. The message says why and what to do."""
+class PackedTreeUnsupported(UnsupportedModel, NotImplementedError):
+    """What was asked of a model can't be computed on packed trees. The message says why and what to do."""
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> str:
@@ -109,73 +111,6 @@ def _has_torch_varlen() -> bool:
     return {"window_size", "scale", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
-def attach(model: nn.Module) -> None:
-    """Put the hooks on a model's attention modules; once per model, safe to repeat.
-
-    Raises:
-        PackedTreeUnsupported: not every layer is ordinary causal self-attention called through transformers'
-            attention interface.
-    """
-    if getattr(model, "_packed_tree_attached", False):
-        return
-    config = getattr(model, "config", None)
-    if config is None:
-        raise PackedTreeUnsupported(f"{type(model).__name__} is no transformers model (it has no config)")
-    check_layers(config)
-    text = _text_config(config)
-    modules = [m for m in model.modules() if hasattr(m, "num_key_value_groups") and hasattr(m, "config")]
-    if len(modules) != text.num_hidden_layers:
-        raise PackedTreeUnsupported(
-            f"{text.model_type} has {text.num_hidden_layers} layers but {len(modules)} modules of causal "
-            f"self-attention in transformers' form: turn packed trees off for this model"
-        )
-    for module in modules:
-        module.register_forward_pre_hook(_enter, with_kwargs=True)
-        module.register_forward_hook(_leave, with_kwargs=True, always_call=True)
-    model._packed_tree_attached = True
-
-
-def check_layers(config: Any, longest: int = 0) -> None:
-    """Whether a transformers config names layers that can be computed on packed trees.
-
-    Args:
-        longest: tokens of the longest row that will be seen, where that is known.
-
-    Raises:
-        PackedTreeUnsupported: linear attention, state spaces, or a sliding window shorter than ``longest``.
-    """
-    text = _text_config(config)
-    layers = getattr(text, "layer_types", None)
-    others = set(layers or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        raise PackedTreeUnsupported(
-            f"packed trees need plain attention layers, {text.model_type} has {', '.join(sorted(others))}: "
-            f"turn packed trees off for this model"
-        )
-    window = getattr(text, "sliding_window", None)
-    if window is not None and longest > window and (not layers or "sliding_attention" in layers):
-        raise PackedTreeUnsupported(
-            f"rows of up to {longest} tokens exceed {text.model_type}'s sliding window of {window}: shorten the rows or "
-            f"turn packed trees off for this model"
-        )
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    if kwargs.get(NAME) is not None:
-        module._packed_tree_restores = module.config._attn_implementation
-        module.config._attn_implementation = NAME
-
-
-def _leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    if kwargs.get(NAME) is not None and hasattr(module, "_packed_tree_restores"):
-        module.config._attn_implementation = module._packed_tree_restores
-        del module._packed_tree_restores
-
-
 def path_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -185,7 +120,6 @@ def path_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed_tree: Call | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query (1, Hq, N, D), key and value (1, Hkv, N, D) -> (1, N, Hq, D).
@@ -195,17 +129,11 @@ def path_attention(
     if packed_tree is None:
         raise PackedTreeUnsupported(f"{type(module).__name__} doesn't pass the packed tree on to its attention")
     tree = packed_tree.tree
-    if sliding_window is not None and max(tree.path_lengths) > sliding_window:
-        raise PackedTreeUnsupported(
-            f"a path of {max(tree.path_lengths)} tokens exceeds the model's sliding window of {sliding_window}: "
-            f"shorten the rows or turn packed trees off"
-        )
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise PackedTreeUnsupported(f"{type(module).__name__} uses {name}, which packed trees don't support")
+    check_length(module.config, max(tree.path_lengths), PACKED)
+    refuse_odd_attention(module, kwargs)
     if dropout:
         raise PackedTreeUnsupported(f"attention dropout {dropout} is not supported: set attention_dropout=0")
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if packed_tree.memory is not None:
@@ -213,15 +141,38 @@ def path_attention(
     backend = choose_backend(query.device, query.dtype, packed_tree.backend)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if backend == "flex":
-        return _flex(query, key, value, tree, scale).transpose(1, 2), None
+        return _flex(query, key, value, tree, scale).transpose(1, 2).contiguous(), None
     # One gather for all nodes: its backward is one index_add, not a tree-sized buffer for each node.
     index = tree.path_index.flip(0) if backend == "sdpa" else tree.path_index
-    paths = key.index_select(2, index), value.index_select(2, index)
+    width = value.shape[3]
+    if backend != "sdpa":
+        value = F.pad(value, (0, key.shape[3] - width))  # latent attention: these kernels know one width
+    paths = _Gather.apply(key, index), _Gather.apply(value, index)
     with _gather_again(index, (key, value), paths):
         if backend == "sdpa":
-            return _sdpa(query, *paths, tree, scale).transpose(1, 2), None
+            return _sdpa(query, *paths, tree, scale), None
         flat = [x[0].transpose(0, 1) for x in (query, *paths)]
-        return VARLEN[backend](*flat, tree, scale)[None], None
+        return VARLEN[backend](*flat, tree, scale)[None, ..., :width].contiguous(), None
+
+
+class _Gather(torch.autograd.Function):
+    """``source.index_select(2, index)`` whose backward adds up in float32. A trunk's keys stand on the paths of all its
+    forks: in half precision a sum of hundreds of gradients stops growing."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.length = source.shape[2]
+        return source.index_select(2, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((*grad.shape[:2], ctx.length, grad.shape[3]), dtype=exact)
+        for part, at in zip(grad.split(_GRADIENT_BLOCK, 2), index.split(_GRADIENT_BLOCK)):
+            total.index_add_(2, at, part.to(exact))
+        return total.to(grad.dtype), None
 
 
 @contextmanager
@@ -267,7 +218,8 @@ def _gather_again(index: torch.Tensor, sources: tuple, gathered: tuple) -> Itera
 def _sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree | Chunk, scale: float
 ) -> torch.Tensor:
-    """``key`` and ``value``: gathered from the last node to the first, and along each path from its end to the root."""
+    """(1, N, Hq, D). ``key`` and ``value``: gathered from the last node to the first, and along each path from its end to
+    the root."""
     nodes = zip(
         query.split(tree.node_lengths, 2),
         reversed(key.split(tree.path_lengths[::-1], 2)),
@@ -280,10 +232,9 @@ def _sdpa(
             later -= block.shape[2]
             k_block, v_block = k[:, :, later:], v[:, :, later:]
             mask = _reverse_causal(block.shape[2], k_block.shape[2], query.device, query.dtype)
-            outputs.append(
-                F.scaled_dot_product_attention(block, k_block, v_block, attn_mask=mask, scale=scale, enable_gqa=True)
-            )
-    return torch.cat(outputs, 2)
+            out = F.scaled_dot_product_attention(block, k_block, v_block, attn_mask=mask, scale=scale, enable_gqa=True)
+            outputs.append(out.transpose(1, 2))
+    return torch.cat(outputs, 1)  # contiguous: some models view it
 
 
 def _reverse_causal(queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_bpo.model.packed_tree.attention import PackedTreeUnsupported, attach
+from verl_bpo.model.packed_tree.attach import attach, model_inputs
 from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues, cut_tree
-from verl_bpo.model.packed_tree.forward import RowOutputs, edge_outputs, model_inputs, row_outputs
+from verl_bpo.model.packed_tree.forward import RowOutputs, row_outputs
+from verl_bpo.model.packed_tree.likelihood import edge_outputs
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 Sync = Callable[[bool], AbstractContextManager]
@@ -48,6 +49,7 @@ def chunked_outputs(
     reads: HiddenReads | None = None,
     sync: Sync = lambda last: nullcontext(),
     wanted: torch.Tensor | None = None,
+    block: int | None = None,
 ) -> RowOutputs:
     """Log-probs and entropy on the rows, as :func:`forward.row_outputs` gives them.
 
@@ -59,28 +61,20 @@ def chunked_outputs(
         reads: what else is to be read; arrives in ``RowOutputs.reads``.
         sync: ``sync(last)`` surrounds each chunk's backward, where gradients of ranks may have to wait for the last.
         wanted: (K,) int64, ascending: packed tokens whose logits are computed, those of ``reads`` among them. None: all.
+        block: tokens whose logits are turned to float32 at a time; see :func:`likelihood.edge_outputs`.
 
     Raises:
-        PackedTreeUnsupported: dropout is on, or the model can't compute packed trees.
+        UnsupportedModel: the model can't compute packed trees.
     """
     attach(model)
-    if model.training and has_dropout(model):
-        raise PackedTreeUnsupported(
-            "chunked recomputation computes each token twice, which dropout would make differ: set it to 0"
-        )
     device = tree.token_ids.device if tree.token_ids.is_cuda else next(model.parameters()).device
     chunks = chunks or -(-tree.unique_tokens // 1024)
-    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync, wanted)
+    walk = _Walk(model, tree.to(device), temperature, entropy, chunks, backend, reads, sync, wanted, block)
     anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
     log_probs, entropies, *values = _Chunked.apply(anchor, walk)
     out = row_outputs(log_probs, entropies if entropy else None, walk.tree)
     out.reads = tuple(values)
     return out
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether computing a token again in training would give something else."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
 class _Chunked(torch.autograd.Function):
@@ -107,20 +101,26 @@ class _Walk:
         reads: HiddenReads | None,
         sync: Sync,
         wanted: torch.Tensor | None,
+        block: int | None,
     ) -> None:
         self.model, self.tree, self.temperature, self.entropy = model, tree, temperature, entropy
-        self.backend, self.reads, self.sync = backend, reads, sync
+        self.backend, self.reads, self.sync, self.block = backend, reads, sync, block
         self.chunks = cut_tree(tree, chunks, wanted)
         kind = tree.token_ids.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self.memory: ByLayer = {}
         """Keys and values of the whole tree, filled by the first pass."""
+        self.randomness: dict[int, list[torch.Tensor]] = {}
+        """By chunk's start, the states of the random generators before its first pass: dropout, whether a module's or a
+        function's, must draw the same masks in the second."""
 
     def values(self, keep: bool) -> tuple[torch.Tensor, ...]:
         """(N,) log-probs, (N,) entropies (zeros when not asked for) and what is read, without a graph."""
         found = []
         with _no_checkpointing(self.model):
             for chunk in self.chunks:
+                if keep:
+                    self.randomness[chunk.start] = _random_states(self.tree.token_ids.device)
                 outputs, own = self._compute(chunk, self._past(chunk))
                 self._remember(chunk, own)
                 found.append(outputs)
@@ -154,7 +154,8 @@ class _Walk:
             if self.autocast:
                 stack.enter_context(torch.autocast(*self.autocast))
             for chunk in reversed(self.chunks):
-                later, later_at = self._backward(chunk, grads, later, later_at), chunk.past
+                with _random_states_set(self.randomness[chunk.start], self.tree.token_ids.device):
+                    later, later_at = self._backward(chunk, grads, later, later_at), chunk.past
         self.memory = {}
 
     def _backward(
@@ -164,7 +165,8 @@ class _Walk:
 
         Args:
             grads: of the outputs of :meth:`values`.
-            later: gradients of keys and values at ``later_at``, the past of the chunk after this one.
+            later: gradients of keys and values at ``later_at``, the past of the chunk after this one; float32 at least,
+                since as many chunks as there are may add to one.
         """
         past = self._past(chunk, leaves=True)
         outputs, own = self._compute(chunk, past)
@@ -175,7 +177,7 @@ class _Walk:
         for layer, pair in later.items():
             for tensor, grad in zip(own[layer], pair):
                 outputs.append(tensor)
-                upstream.append(torch.zeros_like(tensor).index_copy_(2, mine, grad[:, :, outside:]))
+                upstream.append(torch.zeros_like(tensor).index_copy_(2, mine, grad[:, :, outside:].to(tensor.dtype)))
         # Frozen layers below the first adapter have no graph to send a gradient into.
         used = [(o, g) for o, g in zip(outputs, upstream) if o.requires_grad]
         del own, outputs, upstream
@@ -183,7 +185,8 @@ class _Walk:
             torch.autograd.backward([o for o, _ in used], [g for _, g in used])
         earlier = {}
         for layer, pair in past.items():
-            earlier[layer] = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in pair)
+            exact = torch.promote_types(pair[0].dtype, torch.float32)
+            earlier[layer] = tuple((torch.zeros_like(x) if x.grad is None else x.grad).to(exact) for x in pair)
             for grad, old in zip(earlier[layer], later.get(layer, ())):
                 grad[:, :, :outside] += old[:, :, :outside]
         return earlier
@@ -203,7 +206,7 @@ class _Walk:
         wanted = None if len(chunk.wanted) == len(chunk.token_ids) else chunk.wanted - chunk.start
         logits = self.model(**model_inputs(chunk, self.backend, memory, wanted), use_cache=False).logits[0]
         tokens = self.tree.token_ids[chunk.targets]
-        log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy)
+        log_probs, entropy = edge_outputs(logits, chunk.sources, tokens, self.temperature, self.entropy, self.block)
         outputs = [log_probs, entropy] if self.entropy else [log_probs]
         return outputs + list(self.reads.end() if self.reads else ()), memory.own
 
@@ -219,14 +222,29 @@ class _Walk:
     def _remember(self, chunk: Chunk, own: ByLayer) -> None:
         for layer, pair in own.items():
             if layer not in self.memory:
-                heads, width = pair[0].shape[1], pair[0].shape[3]
-                self.memory[layer] = tuple(x.new_empty(1, heads, self.tree.unique_tokens, width) for x in pair)
+                tokens = self.tree.unique_tokens
+                self.memory[layer] = tuple(x.new_empty(1, x.shape[1], tokens, x.shape[3]) for x in pair)
             for whole, part in zip(self.memory[layer], pair):
                 whole[:, :, chunk.start : chunk.stop] = part
 
     @staticmethod
     def _read_at(chunk: Chunk, positions: torch.Tensor) -> torch.Tensor:
         return ((positions >= chunk.start) & (positions < chunk.stop)).nonzero()[:, 0]
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+@contextmanager
+def _random_states_set(states: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """What :func:`_random_states` found, and afterwards what was there before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+        yield
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_bpo.model.packed_tree.attention import NAME, Call, attach
-from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
+from verl_bpo.model.packed_tree.attach import attach, model_inputs
+from verl_bpo.model.packed_tree.likelihood import edge_outputs
 from verl_bpo.model.packed_tree.trie import PackedTree
 
 
@@ -27,28 +27,6 @@ class RowOutputs:
     """What :class:`chunked.HiddenReads` asked for."""
 
 
-def model_inputs(
-    tree: PackedTree | Chunk,
-    backend: str = "auto",
-    memory: KeyValues | None = None,
-    wanted: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments that make an attached model compute ``tree``. Batch size 1, N tokens.
-
-    Args:
-        wanted: (K,) int64, ascending: tokens whose logits are computed. None: all.
-    """
-    inputs = {} if wanted is None else {"logits_to_keep": wanted}
-    return inputs | {
-        "input_ids": tree.token_ids[None],
-        "position_ids": tree.position_ids[None],
-        # A 4D mask is passed through to the layers as it is, so none is built. Ours ignores it; any other attention
-        # function fails on its empty shape, rather than computing something wrong.
-        "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=tree.token_ids.device),
-        NAME: Call(tree, backend, memory),
-    }
-
-
 def packed_forward(
     model: nn.Module, tree: PackedTree, backend: str = "auto", wanted: torch.Tensor | None = None, **kwargs: Any
 ) -> Any:
@@ -59,7 +37,7 @@ def packed_forward(
     affected.
 
     Raises:
-        PackedTreeUnsupported: this model can't compute packed trees; see :func:`attention.attach`.
+        UnsupportedModel: this model can't compute packed trees; see :func:`attach.attach`.
     """
     attach(model)
     inputs = model_inputs(tree.to(next(model.parameters()).device), backend, wanted=wanted)
@@ -83,6 +61,7 @@ def tree_outputs(
     temperature: float = 1.0,
     entropy: bool = False,
     wanted: torch.Tensor | None = None,
+    block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Per unique token: its log-prob given its path, and the entropy of what follows it.
 
@@ -90,33 +69,18 @@ def tree_outputs(
 
     Args:
         logits: (N, vocabulary), or (K, vocabulary) of the tokens ``wanted`` (K,).
+        block: tokens whose logits are turned to float32 at a time; see :func:`likelihood.edge_outputs`.
 
     Returns:
         log_probs: (N,), 0 for tokens without a parent, or whose parent isn't wanted.
         entropy: (N,), 0 at tokens that aren't wanted, or None.
     """
     targets, sources = tree.edges(wanted)
-    chosen, entropies = edge_outputs(logits, sources, tree.token_ids[targets], temperature, entropy)
+    chosen, entropies = edge_outputs(logits, sources, tree.token_ids[targets], temperature, entropy, block)
     log_probs = chosen.new_zeros(tree.unique_tokens).index_put((targets,), chosen)
     if entropies is not None and wanted is not None:
         entropies = entropies.new_zeros(tree.unique_tokens).index_put((wanted,), entropies)
     return log_probs, entropies
-
-
-def edge_outputs(
-    logits: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of ``tokens`` (E,) after the tokens ``sources`` (E,) whose ``logits`` (N, vocabulary) predict them, and the
-    entropies (N,) if asked for."""
-    if temperature != 1.0:
-        logits = logits / temperature
-    # Backward runs in reverse: chosen before normalised, so that no second gradient of the logits is there at the peak.
-    chosen = logits[sources, tokens]
-    normalizer = torch.logsumexp(logits, -1)
-    chosen = chosen - normalizer[sources]
-    if not entropy:
-        return chosen, None
-    return chosen, normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
 
 
 def row_outputs(log_probs: torch.Tensor, entropy: torch.Tensor | None, tree: PackedTree) -> RowOutputs:
