@@ -5,7 +5,17 @@ import os
 import hydra
 import pytest
 from omegaconf import OmegaConf
-from transformers import MistralConfig
+from transformers import (
+    BartConfig,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
+)
 
 pytest.importorskip("verl")
 
@@ -95,3 +105,49 @@ def test_a_model_whose_window_the_rows_exceed_is_refused(environment, tmp_path):
     MistralConfig(sliding_window=600).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="rows of up to 1024 tokens exceed mistral's sliding window of 600"):
         prepare(config("bpo.packed_tree.enable=true", f"{MODEL}.path={tmp_path}"))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("packed", ["true", "false"])
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (LlamaConfig(rope_parameters=DYNAMIC, max_position_embeddings=512), "rope_type=dynamic"),
+        (Gemma2Config(), "attn_logit_softcapping"),
+        (GptOssConfig(num_hidden_layers=2, sliding_window=4096), "attention sinks"),
+        (MixtralConfig(output_router_logits=True), "output_router_logits=True"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (FalconConfig(), "0 modules of causal self-attention"),
+        (BartConfig(), "an encoder and a decoder"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused_in_one_line(environment, tmp_path, model, message, packed):
+    """By packed trees if they are on, else by the generator: neither computes these."""
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message) as refusal:
+        prepare(config(f"bpo.packed_tree.enable={packed}", f"{MODEL}.path={tmp_path}"))
+    assert "\n" not in str(refusal.value)
+    assert ("packed trees" if packed == "true" else "the generator of rollout.name=hf") in str(refusal.value)
+
+
+def test_a_model_whose_layers_hide_the_tree_is_refused_before_its_weights_are_there(environment, tmp_path):
+    StableLmConfig(**SMALL, num_key_value_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="StableLmAttention does more than attend"):
+        prepare(config("bpo.packed_tree.enable=true", f"{MODEL}.path={tmp_path}"))
+
+
+def test_the_readout_is_checked_too(environment, tmp_path):
+    BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="bart is an encoder and a decoder"):
+        prepare(config("algorithm.adv_estimator=sapo", f"{MODEL}.path={tmp_path}"))
+
+
+def test_the_config_is_checked_as_verl_will_change_it(environment, tmp_path):
+    LlamaConfig(**SMALL, attention_dropout=0.1).save_pretrained(tmp_path)
+    packed = ("bpo.packed_tree.enable=true", f"{MODEL}.path={tmp_path}")
+    with pytest.raises(ConfigError, match="attention_dropout=0.1"):
+        prepare(config(*packed))
+    prepare(config(*packed, f"+{MODEL}.override_config.attention_dropout=0"))

@@ -159,6 +159,7 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
         )
     if bpo.packed_tree.enable:
         _check_packed_trees(config, bpo.packed_tree.backend)
+    _check_model(config, bpo.packed_tree.enable, readout, engine)
     if estimator and config.algorithm.use_kl_in_reward:
         raise ConfigError(
             "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
@@ -274,22 +275,46 @@ def _check_packed_trees(config: DictConfig, backend: str) -> None:
         raise ConfigError(f"trainer.device={config.trainer.device} has no engine for packed trees: turn {why} off")
     if on_cpu() and backend not in ("auto", "sdpa"):
         raise ConfigError(f"bpo.packed_tree.backend={backend} trains on a GPU only: use auto or sdpa")
-    _check_packed_model(config)
 
 
-def _check_packed_model(config: DictConfig) -> None:
-    from transformers import AutoConfig
+def _check_model(config: DictConfig, packed: bool, readout: bool, engine: str) -> None:
+    """Whether what will run computes this model right: by its config, then by the model itself, without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_bpo.model.packed_tree import PackedTreeUnsupported, check_layers
+    from verl_bpo.model.packed_tree.attach import attach
+    from verl_bpo.model.support import GENERATOR, PACKED, READOUT, UnsupportedModel, attention_layers, check_config
+    from verl_bpo.model.value_readout import attach_value_readout
 
-    model = config.actor_rollout_ref.model
+    generator = engine == "hf"
+    uses = [use for use, wanted in ((PACKED, packed), (GENERATOR, generator), (READOUT, readout)) if wanted]
+    if not uses:
+        return
+    model, longest = config.actor_rollout_ref.model, config.data.max_prompt_length + config.data.max_response_length
+    trust = bool(model.get("trust_remote_code"))
     try:
-        found = AutoConfig.from_pretrained(model.path, trust_remote_code=bool(model.get("trust_remote_code")))
+        found = AutoConfig.from_pretrained(os.path.expanduser(model.path), trust_remote_code=trust)
     except (OSError, ValueError):
         return  # a path that verl downloads from, or a wrong one: the worker checks again, verl says what is wrong
+    changes = model.get("override_config") or {}
+    for key, value in (changes.get("model_config") or changes).items():
+        if key != "attn_implementation" and not isinstance(value, DictConfig):
+            setattr(found, key, value)
     try:
-        check_layers(found, config.data.max_prompt_length + config.data.max_response_length)
-    except PackedTreeUnsupported as error:
+        for use in uses:
+            check_config(found, use, longest)
+        try:
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(found, trust_remote_code=trust)
+        except Exception:
+            return  # its own code can't do without weights: the worker checks again where it has them
+        if packed:
+            attach(empty)
+        if generator:
+            attention_layers(empty, GENERATOR)
+        if readout:
+            attach_value_readout(empty)
+    except UnsupportedModel as error:
         raise ConfigError(str(error)) from None
 
 
