@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -186,7 +187,20 @@ def case_ranks(folder):
     metrics = train(engine, value_loss(), 2, rank=rank, ranks=ranks)
     engine.save_checkpoint(str(folder / f"checkpoint-{ranks}"), global_step=2)
     gradients = {k: metrics[1][k] for k in ("sapo/gradient_policy", "sapo/gradient_value")}
-    return {"parameters": whole(engine), "gradients": gradients}
+    # As on a machine of its own, every rank sees its own shards only, and rank 0 what only it wrote.
+    mine = folder / f"checkpoint-{ranks}-of-{rank}"
+    files = shutil.ignore_patterns("huggingface") if rank else None
+    shutil.copytree(folder / f"checkpoint-{ranks}", mine, ignore=files)
+    resumed, lost = build(folder), ""
+    resumed.load_checkpoint(str(mine), del_local_after_load=False)
+    heads = whole(resumed)
+    if rank == 0:
+        (mine / "huggingface/value_readout.safetensors").unlink()
+    try:
+        resumed.load_checkpoint(str(mine), del_local_after_load=False)
+    except FileNotFoundError as error:
+        lost = str(error)
+    return {"parameters": whole(engine), "gradients": gradients, "resumed": heads, "lost": lost}
 
 
 if __name__ == "__main__":

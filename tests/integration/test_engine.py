@@ -148,6 +148,10 @@ def test_the_exported_model_loads_without_the_heads_which_lie_beside_it(single, 
 def test_two_ranks_make_the_update_of_one(folder):
     one, two = run("ranks", folder, 1), run("ranks", folder, 2)
     assert_close(two["parameters"], one["parameters"], atol=1e-4)
+    for result in (one, two):
+        heads = {k: v for k, v in result["parameters"].items() if k.startswith("head.")}
+        assert heads and all(torch.equal(v, result["resumed"][k]) for k, v in heads.items())
+        assert result["lost"] and "value_readout.safetensors is not there" in result["lost"]
     for key, (value,) in one["gradients"].items():
         assert value > 0 and two["gradients"][key] == [pytest.approx(value, rel=1e-4)]
 
@@ -157,6 +161,7 @@ def test_two_ranks_make_the_update_of_one(folder):
     [
         ({}, {"strategy": "fsdp"}, "strategy=fsdp2"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=1"),
+        ({}, {"mixed_precision": {"param_dtype": "fp16"}}, "mixed_precision.param_dtype=bf16"),
         ({"use_fused_kernels": True}, {}, "model.use_fused_kernels=True"),
         ({"enable_activation_offload": True}, {}, "model.enable_activation_offload=True"),
     ],
@@ -165,7 +170,7 @@ def test_settings_that_would_give_wrong_values_are_refused(model, engine, messag
     from verl_bpo.integration.value_engine import refuse_unsupported
 
     plain = {"use_fused_kernels": False, "enable_activation_offload": False}
-    fsdp = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
+    fsdp = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, "mixed_precision": {"param_dtype": "bf16"}}
     refuse_unsupported(SimpleNamespace(**plain), SimpleNamespace(**fsdp))
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(SimpleNamespace(**{**plain, **model}), SimpleNamespace(**{**fsdp, **engine}))

@@ -228,6 +228,12 @@ def _check_readout(config: DictConfig) -> None:
     ):
         if selected:
             raise ConfigError(f"{key}=True hides from {sapo} the forward that it reads values in: set it to False")
+    precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
+    if str(precision) in ("fp16", "float16", "16"):
+        raise ConfigError(
+            f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={precision} scales the gradients that {sapo} "
+            f"clips: set it to bf16"
+        )
     ulysses = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size") or 1
     if max(ulysses, actor.get("ulysses_sequence_parallel_size") or 1) > 1:
         raise ConfigError(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -34,7 +35,7 @@ from verl_bpo.model.value_readout import (
     ValueReadout,
     attach_value_readout,
     boundary_positions,
-    load_value_readout,
+    read_value_readout,
     save_value_readout,
 )
 
@@ -217,7 +218,20 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.readout is not None and local_path is not None:
-            load_value_readout(self.readout, Path(local_path) / "huggingface")
+            self.readout.load_own_state(self._read_heads(Path(local_path) / "huggingface"))
+
+    def _read_heads(self, folder: Path) -> dict[str, torch.Tensor]:
+        """What rank 0 reads and wrote: others may be on machines that don't see its disk."""
+        found: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                found = [read_value_readout(folder)]
+            except (OSError, ValueError) as error:  # for all ranks, so that none waits for another
+                found = [error]
+        torch.distributed.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
 
 def refuse_unsupported(model_config: Any, engine_config: Any) -> None:
@@ -236,6 +250,11 @@ def refuse_unsupported(model_config: Any, engine_config: Any) -> None:
         raise ValueError(
             f"{why} does not support sequence parallelism: set actor_rollout_ref.actor.fsdp_config."
             f"ulysses_sequence_parallel_size=1 (is {engine_config.ulysses_sequence_parallel_size})"
+        )
+    if PrecisionType.is_fp16((engine_config.mixed_precision or {}).get("param_dtype")):
+        raise ValueError(
+            f"{why} does not support float16, whose gradients verl scales until after the heads' own are clipped: set "
+            f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
     for key in ("use_fused_kernels", "enable_activation_offload"):
         if getattr(model_config, key):

@@ -79,15 +79,20 @@ def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
     """Whole tensors of an FSDP checkpoint of verl, from the shards of all its ranks.
 
     Raises:
+        FileNotFoundError: shards are missing, as where the ranks' machines share no disk.
         ValueError: sharded over more than one dimension of the device mesh.
     """
     from torch.distributed.tensor import DTensor
 
     ranks = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
-    shards = [
-        torch.load(folder / f"model_world_size_{ranks}_rank_{rank}.pt", map_location="cpu", weights_only=False)
-        for rank in range(ranks)
-    ]
+    files = [folder / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} holds {ranks - len(missing)} of {ranks} shards, {missing[0]} is not among them: copy into it "
+            f"what other machines saved"
+        )
+    shards = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
     merged = {}
     for name, first in shards[0].items():
         if not isinstance(first, DTensor):

@@ -215,10 +215,7 @@ class ValueReadout(nn.Module):
 
     def own_state(self) -> dict[str, Tensor]:
         """A copy of the heads' parameters, whole and on the CPU. Where they are sharded every rank must call it."""
-        return {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to("cpu", torch.float32, copy=True)
-            for name, p in self.named_parameters()
-        }
+        return {n: _whole(p.detach()).to("cpu", torch.float32, copy=True) for n, p in self.named_parameters()}
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
         """Take over what :meth:`own_state` gave.
@@ -234,10 +231,20 @@ class ValueReadout(nn.Module):
             )
         with torch.no_grad():
             for name, parameter in own.items():
-                value = state[name].to(parameter.device)
                 if isinstance(parameter, DTensor):
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-                parameter.copy_(value)
+                    mesh = parameter.device_mesh
+                    whole = state[name].to(mesh.device_type, parameter.dtype)
+                    parameter.to_local().copy_(distribute_tensor(whole, mesh, parameter.placements).to_local())
+                else:
+                    parameter.copy_(state[name])
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """Gathered on the device type that its ranks talk on, wherever the shards are. An offload to the CPU that still runs is
+    waited for: the copy back is behind it on the same stream, where the host would read what isn't there yet."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to(parameter.device_mesh.device_type).full_tensor()
 
 
 def attach_value_readout(model: nn.Module, grad_scale: float = 1.0) -> ValueReadout:
@@ -287,7 +294,16 @@ def load_value_readout(readout: ValueReadout, folder: str | Path) -> None:
         FileNotFoundError: the folder holds no readout.
         ValueError: the heads of another model.
     """
+    readout.load_own_state(read_value_readout(folder))
+
+
+def read_value_readout(folder: str | Path) -> dict[str, Tensor]:
+    """What :func:`save_value_readout` wrote, for :meth:`ValueReadout.load_own_state`.
+
+    Raises:
+        FileNotFoundError: the folder holds no readout.
+    """
     path = Path(folder) / FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: this model was saved by a run without SAPO's value readout")
-    readout.load_own_state(load_file(str(path)))
+    return load_file(str(path))
