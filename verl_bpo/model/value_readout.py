@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_bpo.advantages.sapo import TurnBoundaries
+from verl_bpo.model.gather import gather
 from verl_bpo.model.support import READOUT, UnsupportedModel, check_config
 
 NAME = "value_readout"
@@ -169,16 +170,13 @@ class ValueReadout(nn.Module):
                 f"the output embedding got {flat.shape[0]} of the forward's {at.tokens} tokens, so positions would be off: "
                 f"don't set logits_to_keep, and no sequence parallelism"
             )
-        # A state that many rows share is read once: gradients of copies would add up in the backbone's half precision.
-        (states, of_state), (actions, of_action) = (x.unique(return_inverse=True) for x in (at.state, at.action))
-        state, action = flat[states], flat[actions]
+        state, action = gather(flat, 0, at.state), gather(flat, 0, at.action)
         if self.grad_scale == 0:
             state, action = state.detach(), action.detach()
         elif hidden.requires_grad:
             for read in (state, action):
                 self._scale_and_measure(read)
-        v, q = self(state, action)
-        self.values.state, self.values.action = v[of_state], q[of_action]
+        self.values.state, self.values.action = self(state, action)
         if not (self.measure_gradients and hidden.requires_grad):
             return None
         policy = hidden.view_as(hidden)  # a name of its own for the gradient that comes from the logits alone

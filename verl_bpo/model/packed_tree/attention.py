@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verl_bpo.model.gather import gather
 from verl_bpo.model.packed_tree.chunks import Chunk, KeyValues
 from verl_bpo.model.packed_tree.trie import PackedTree
 from verl_bpo.model.support import PACKED, UnsupportedModel, check_length, refuse_odd_attention
@@ -31,10 +32,6 @@ NAME = "packed_tree"
 BACKENDS = ("sdpa", "flash_attn", "torch_varlen", "flex")
 _QUERY_BLOCK = 512
 """``sdpa`` cuts long nodes into blocks of this many queries: a block doesn't touch the keys after its end."""
-
-
-_GRADIENT_BLOCK = 8192
-"""Gradients of gathered keys are turned to float32 so many tokens at a time."""
 
 
 class Call:
@@ -147,32 +144,12 @@ def path_attention(
     width = value.shape[3]
     if backend != "sdpa":
         value = F.pad(value, (0, key.shape[3] - width))  # latent attention: these kernels know one width
-    paths = _Gather.apply(key, index), _Gather.apply(value, index)
+    paths = gather(key, 2, index), gather(value, 2, index)
     with _gather_again(index, (key, value), paths):
         if backend == "sdpa":
             return _sdpa(query, *paths, tree, scale), None
         flat = [x[0].transpose(0, 1) for x in (query, *paths)]
         return VARLEN[backend](*flat, tree, scale)[None, ..., :width].contiguous(), None
-
-
-class _Gather(torch.autograd.Function):
-    """``source.index_select(2, index)`` whose backward adds up in float32. A trunk's keys stand on the paths of all its
-    forks: in half precision a sum of hundreds of gradients stops growing."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.length = source.shape[2]
-        return source.index_select(2, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (index,) = ctx.saved_tensors
-        exact = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros((*grad.shape[:2], ctx.length, grad.shape[3]), dtype=exact)
-        for part, at in zip(grad.split(_GRADIENT_BLOCK, 2), index.split(_GRADIENT_BLOCK)):
-            total.index_add_(2, at, part.to(exact))
-        return total.to(grad.dtype), None
 
 
 @contextmanager
