@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from verl_bpo.config.schema import PACKED_BACKENDS
+from verl_bpo.config.schema import PackedBackend
 from verl_bpo.model.packed_tree import (
     BACKENDS,
     HiddenReads,
@@ -714,7 +715,7 @@ def test_the_backend_is_chosen_by_device_precision_and_packages(device, dtype, f
 
 
 def test_the_config_knows_every_backend():
-    assert ("auto", *BACKENDS) == PACKED_BACKENDS
+    assert ("auto", *BACKENDS) == get_args(PackedBackend)
 
 
 def test_an_unknown_backend_is_named_with_its_alternatives():

@@ -28,6 +28,8 @@ PLAIN_MODE, VALUE_MODE = "bpo_sync", "sapo_sync"
 VALUE_ENGINES = ("hf", "vllm")
 """Rollout engines that read values of states while they generate."""
 VLLM_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+FLOAT16 = ("16", "fp16", "float16")
+"""Names that verl has for it."""
 READOUT_MODEL = "language_model_with_value_readout"
 PACKED_VENDOR = "packed_tree"
 """Name under which verl's engine registry holds the engines on packed trees."""
@@ -229,7 +231,7 @@ def _check_readout(config: DictConfig) -> None:
         if selected:
             raise ConfigError(f"{key}=True hides from {sapo} the forward that it reads values in: set it to False")
     precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
-    if str(precision) in ("fp16", "float16", "16"):
+    if str(precision) in FLOAT16:
         raise ConfigError(
             f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={precision} scales the gradients that {sapo} "
             f"clips: set it to bf16"

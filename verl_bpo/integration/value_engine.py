@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_bpo.advantages.sapo import SAPO, TurnBoundaries, turn_boundaries
+from verl_bpo.integration.prepare import FLOAT16
 from verl_bpo.model.value_readout import (
     IN_ROLLOUT,
     NAME,
@@ -251,7 +251,7 @@ def refuse_unsupported(model_config: Any, engine_config: Any) -> None:
             f"{why} does not support sequence parallelism: set actor_rollout_ref.actor.fsdp_config."
             f"ulysses_sequence_parallel_size=1 (is {engine_config.ulysses_sequence_parallel_size})"
         )
-    if PrecisionType.is_fp16((engine_config.mixed_precision or {}).get("param_dtype")):
+    if str((engine_config.mixed_precision or {}).get("param_dtype")) in FLOAT16:
         raise ValueError(
             f"{why} does not support float16, whose gradients verl scales until after the heads' own are clipped: set "
             f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
