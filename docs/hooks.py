@@ -24,9 +24,9 @@ def on_page_content(html: str, **_) -> str:
 
 def config_tables() -> str:
     """A heading and a table of keys for each group of ``bpo.*``, in Markdown."""
-    from verl_bpo.commands.main import config_table
+    from verl_bpo.config.reference import table
 
-    rows = sorted(config_table(), key=lambda row: row[0].rpartition(".")[0])  # stable: keys stay in their order
+    rows = sorted(table(), key=lambda row: row[0].rpartition(".")[0])  # stable: keys stay in their order
     parts = []
     for group, keys in groupby(rows, key=lambda row: row[0].rpartition(".")[0]):
         parts += [f"## {group}", '<div class="keys" markdown>', "", "| key | default | meaning |", "|---|---|---|"]

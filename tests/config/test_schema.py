@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_bpo.commands.main import config_table
 from verl_bpo.config import reference, schema
+from verl_bpo.config.reference import table
 from verl_bpo.config.schema import build
 from verl_bpo.options import ConfigError
 from verl_bpo.tree.selectors import TopK
@@ -67,7 +67,7 @@ def test_the_yaml_is_written_from_the_classes():
 
 
 def test_every_key_says_what_it_means():
-    assert [key for key, _, meaning in config_table() if not meaning] == []
+    assert [key for key, _, meaning in table() if not meaning] == []
 
 
 def test_guided_goes_by_values_where_rollouts_know_them():

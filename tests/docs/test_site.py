@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_bpo.commands.main import config_table
+from verl_bpo.config.reference import table
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -31,7 +31,7 @@ def site(tmp_path_factory) -> Path:
 def test_the_configuration_page_has_every_key_and_its_meaning(site):
     page = (site / "configuration" / "index.html").read_text()
     text = _words(html.unescape(re.sub(r"<[^>]+>", "", page)))
-    for key, _, meaning in config_table():
+    for key, _, meaning in table():
         group, _, name = key.rpartition(".")
         assert f">{group}<" in page and f"<code>{name}</code>" in page, key
         assert _words(meaning) in text, key
@@ -47,7 +47,7 @@ def test_a_page_loads_nothing_from_elsewhere(site):
 
 def test_a_key_that_a_page_names_exists():
     """Results pages are left out: they name keys as they were at the release that was measured."""
-    keys = [key for key, _, _ in config_table()]
+    keys = [key for key, _, _ in table()]
     groups = {key.rsplit(".", i)[0] for key in keys for i in (1, 2)}
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         if page.parent.name == "results":

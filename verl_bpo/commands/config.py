@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from verl_bpo.commands.main import _config as main
-
-__all__ = ["add_arguments", "main"]
+from verl_bpo.config.reference import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """It has none."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    for key, default, meaning in table():
+        print(f"{key} = {json.dumps(default)}\n    {meaning}")
+    return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -26,19 +25,6 @@ COMMANDS = {
 """Each is a module of this package, with underscores for dashes, imported when its command is given. It has
 ``add_arguments(parser)``, ``main(arguments)``, which returns the exit status, and ``parse(parser, words)`` where argparse's
 ``parse_args`` won't do."""
-
-
-def _config(arguments: argparse.Namespace) -> int:
-    for key, default, meaning in config_table():
-        print(f"{key} = {json.dumps(default)}\n    {meaning}")
-    return 0
-
-
-def config_table() -> list[tuple[str, object, str]]:
-    """(key, default, meaning) of every ``bpo.*`` key."""
-    from verl_bpo.config.reference import table
-
-    return table()
 
 
 def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
