@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.config.schema import RunError, build
+from verl_bpo.integration import stock_advantages as joined_rows
 from verl_bpo.integration import tree_trainer
 from verl_bpo.integration.agent_loop import TreeAgentLoop
 from verl_bpo.integration.sapo_trainer import SAPOTrainer
@@ -155,6 +156,7 @@ def stock_advantages(windowed: bool, monkeypatch, **algorithm) -> dict[str, list
     uids = [key[0] for key in keys]
     queue = FakeQueue(fields | {"uid": NonTensorStack(*uids)})
     monkeypatch.setattr(tree_trainer, "tq", queue)
+    monkeypatch.setattr(joined_rows, "tq", queue)
     monkeypatch.setattr(trainer_base, "tq", queue)
     trainer = object.__new__(TreeTrainer)
     trainer.bpo = build({"prompt": {"context": "window" if windowed else "full"}}, "plain")

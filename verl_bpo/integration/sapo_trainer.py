@@ -16,7 +16,8 @@ from verl.workers.utils.padding import response_from_nested
 from verl_bpo.advantages.estimator import Values
 from verl_bpo.advantages.sapo_turns import sapo_targets
 from verl_bpo.integration.losses import sapo_loss
-from verl_bpo.integration.tree_trainer import TreeTrainer, _plain_list
+from verl_bpo.integration.queue_rows import plain_list
+from verl_bpo.integration.tree_trainer import TreeTrainer
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.rows import RowSpans
 
@@ -41,7 +42,7 @@ class SAPOTrainer(TreeTrainer):
         mask = data["response_mask"]
         turn_id = [
             _turn_ids(RowSpans.none(len(row)) if tag.get("is_padding", False) else RowSpans.from_dict(extra["row"]))
-            for extra, row, tag in zip(_plain_list(data["extra_fields"]), mask.unbind(), batch.tags)
+            for extra, row, tag in zip(plain_list(data["extra_fields"]), mask.unbind(), batch.tags)
         ]
         fields = TensorDict({"turn_id": torch.nested.as_nested_tensor(turn_id, layout=torch.jagged)}, len(batch))
         batch = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)

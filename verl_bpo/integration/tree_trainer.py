@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,19 @@ from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import register_trainer
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_bpo.advantages.estimator import Estimate, Values
 from verl_bpo.config.schema import RunError, build, find_estimator
 from verl_bpo.integration.losses import policy_loss
+from verl_bpo.integration.queue_rows import plain_list, session_of
+from verl_bpo.integration.stock_advantages import joined_advantage
+from verl_bpo.integration.updates import FixedUpdates
 from verl_bpo.model.checkpoint import CONFIG_FILE
-from verl_bpo.model.packed_tree import place_rows
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import (
     BLIND,
@@ -45,21 +42,13 @@ from verl_bpo.tree.record import dump_advantages, set_aside
 from verl_bpo.tree.rows import BRANCH_LESSON, LOST, RowSpans
 from verl_bpo.tree.selectors import Choosing
 from verl_bpo.tree.topology import Tree
-from verl_bpo.tree.trajectories import Trajectories
 
 STATE_FILE = "verl_bpo.json"
 
 
-def _plain_list(values: Any) -> list:
-    """Non-tensor fields come out of TransferQueue as an array, a LinkedList or a NonTensorStack, by their content."""
-    items = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [getattr(item, "data", item) for item in items]
-
-
 @register_trainer("bpo_sync")
-class TreeTrainer(PPOTrainerSync):
-    """Adds to verl's synchronous trainer: advantages over trees, a fixed number of optimizer steps whatever the number
-    of rows, and compute counters for every algorithm."""
+class TreeTrainer(FixedUpdates):
+    """Adds to verl's synchronous trainer: advantages over trees, and compute counters for every algorithm."""
 
     def __init__(self, config: Any) -> None:
         with open_dict(config):
@@ -93,7 +82,7 @@ class TreeTrainer(PPOTrainerSync):
         if not len(batch):
             raise RunError(f"step {self.global_steps} has no rollouts: see the rollout workers' errors above")
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        for extra in _plain_list(data["extra_fields"]):
+        for extra in plain_list(data["extra_fields"]):
             if extra.get("tree") and (fatal := Tree.from_dict(extra["tree"]).fatal):
                 raise RunError(fatal)
 
@@ -133,80 +122,12 @@ class TreeTrainer(PPOTrainerSync):
             tu.assign_non_tensor_data(batch, BRANCH_LESSON, lesson)
         return super()._submit_batch_to_rollout(batch)
 
-    # --- optimizer steps --------------------------------------------------------------------------------------------
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps a training step and epoch: rows vary with the trees, updates must not."""
-        if self.bpo.updates_per_step is not None:
-            return self.bpo.updates_per_step
-        return max(1, self.config.data.train_batch_size // self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
-
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        return dp_size * self.updates_per_step
-
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
-        if self.bpo.packed_tree.enable:
-            return self._place_trees(batch, metrics)
-        batch = super()._balance_batch(batch, metrics, **kwargs)
-        ranks = self._ranks()
-        size = len(batch) // ranks
-        order: list[int] = []
-        for rank in range(ranks):
-            order += _spread_padding(batch.tags[rank * size : (rank + 1) * size], rank * size)
-        batch.reorder(order)
-        return batch
-
-    def _ranks(self) -> int:
-        found = self.actor_rollout_wg._dispatch_info
-        if "actor" not in found:
-            found["actor"] = self.actor_rollout_wg._query_dispatch_info("actor")
-        return max(found["actor"]) + 1
-
-    def _place_trees(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """For packed trees: a prompt's rows in one mini-batch of one rank as far as possible. Padding rows fill up the
-        mini-batches; they are equal, so that packed they cost one of them."""
-        ranks, rows = self._ranks(), len(batch)
-        ids = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])[
-            "input_ids"
-        ]
-        prompts = [_session(_session(key)) for key in batch.keys]
-        cells = place_rows(ids, prompts, ranks * self.updates_per_step)
-        size = max(map(len, cells))
-        batch = upsample_batch_to_divisible_size(batch, size * len(cells), self.tokenizer.eos_token_id)
-        padding = iter(range(rows, len(batch)))
-        order = [i for cell in cells for i in (*cell, *islice(padding, size - len(cell)))]
-        lengths = [tag["seq_len"] for tag in batch.tags]
-        per_rank = [order[r * len(order) // ranks : (r + 1) * len(order) // ranks] for r in range(ranks)]
-        metrics.update(log_seqlen_unbalance(lengths, per_rank, "global_seqlen"))
-        batch.reorder(order)
-        return batch
-
-    def _mini_batches(self, batch: KVBatchMeta, section: Any, update: Any, metrics: dict) -> KVBatchMeta:
-        """Run verl's ``update`` with mini-batches of ``rows / updates_per_step`` rows.
-
-        verl multiplies ``ppo_mini_batch_size`` by ``rollout.n``, which says nothing about the rows of a tree.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        rows, (size, n) = len(batch) // self.updates_per_step, (section.ppo_mini_batch_size, rollout.n)
-        with open_dict(self.config):
-            section.ppo_mini_batch_size, rollout.n = rows, 1
-        try:
-            return update(batch, metrics)
-        finally:
-            with open_dict(self.config):
-                section.ppo_mini_batch_size, rollout.n = size, n
-
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._update_actor(batch, metrics)
         actor = self.config.actor_rollout_ref.actor
-        batch = self._mini_batches(batch, actor, super()._update_actor, metrics)
         self.totals["updates"] += self.updates_per_step * actor.ppo_epochs
         metrics["compute/updates"] = float(self.totals["updates"])
-        _packed_metrics(metrics, self.updates_per_step * actor.ppo_epochs)
         return batch
-
-    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        return self._mini_batches(batch, self.config.critic, super()._update_critic, metrics)
 
     # --- advantages -------------------------------------------------------------------------------------------------
 
@@ -215,7 +136,7 @@ class TreeTrainer(PPOTrainerSync):
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid", "response_mask", "extra_fields"]
         )
-        uids, extras = _plain_list(data["uid"]), _plain_list(data["extra_fields"])
+        uids, extras = plain_list(data["uid"]), plain_list(data["extra_fields"])
         trees = self._trees(batch.keys, uids, extras, padding)
         self._count(trees, metrics)
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
@@ -223,7 +144,7 @@ class TreeTrainer(PPOTrainerSync):
             return self._stock_advantage(batch, uids, extras, metrics)
         rows = [
             RowSpans.none(len(mask)) if pad
-            else RowSpans.from_dict(extra["row"]).shifted(trees.turns[_session(key)].start)
+            else RowSpans.from_dict(extra["row"]).shifted(trees.turns[session_of(key)].start)
             for key, mask, extra, pad in zip(batch.keys, data["response_mask"].unbind(), extras, padding)
         ]  # fmt: skip
         return self._turn_advantage(batch, trees, rows, uids, metrics)
@@ -294,44 +215,15 @@ class TreeTrainer(PPOTrainerSync):
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         if self.bpo.prompt.context == "full":
             return super()._compute_advantage(batch, metrics)
-        return self._joined_advantage(batch, metrics)
-
-    def _joined_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """verl's ``_compute_advantage`` with the rows of a trajectory joined for the estimator."""
-        names = ["uid", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        uids, lengths = _plain_list(data.pop("uid")), data["response_mask"].offsets().diff().tolist()
-        trajectories, algorithm = Trajectories(batch.keys, lengths), self.config.algorithm
-        rows = DataProto(batch=data.to_padded_tensor())
-        # Every row of a trajectory carries its return; joined, it is paid once, at the end.
-        ends = torch.zeros(len(batch), 1)
-        ends[trajectories.last] = 1.0
-        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = rows.batch["rm_scores"] * ends
-        if algorithm.use_kl_in_reward:
-            rows, found = apply_kl_penalty(rows, kl_ctrl=self.kl_ctrl_in_reward, kl_penalty=algorithm.kl_penalty)
-            metrics.update(found)
-        correction, fields = algorithm.get("rollout_correction", None), []
-        if correction is not None and "rollout_log_probs" in rows.batch and not correction.get("bypass_mode", False):
-            rows, found = compute_rollout_correction_and_add_to_batch(rows, correction)
-            metrics.update(found)
-            fields = [name for name in ("response_mask", "rollout_is_weights") if name in rows.batch]
-        if algorithm.use_kl_in_reward:
-            fields.append("token_level_rewards")
-        result = trajectory_advantages(rows, trajectories, [uids[row] for row in trajectories.last], algorithm)
-        jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-        values = {name: jagged([row[:n] for row, n in zip(rows.batch[name], lengths)]) for name in fields}
-        values |= {name: jagged(tokens) for name, tokens in result.items()}
-        return tq.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(values, batch_size=len(batch))
-        )
+        return joined_advantage(batch, self.config.algorithm, self.kl_ctrl_in_reward, metrics)
 
     @staticmethod
     def _trees(keys: list[str], uids: list, extras: list, padding: np.ndarray) -> Forest:
         trees, prompts = {}, {}
         for key, uid, extra, pad in zip(keys, uids, extras, padding):
             if not pad and extra.get("tree") is not None:
-                trees[_session(key)] = Tree.from_dict(extra["tree"])
-                prompts[_session(key)] = uid
+                trees[session_of(key)] = Tree.from_dict(extra["tree"])
+                prompts[session_of(key)] = uid
         return Forest.of(trees, prompts)
 
     # --- counting ---------------------------------------------------------------------------------------------------
@@ -364,7 +256,7 @@ class TreeTrainer(PPOTrainerSync):
     def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], estimate: Estimate) -> None:
         if self.bpo.dump_dir is None or estimate.comparison is None:
             return
-        prompt_of = {_session(k): u for k, u in zip(keys, uids)}
+        prompt_of = {session_of(k): u for k, u in zip(keys, uids)}
         records = [
             estimate.record(
                 turns,
@@ -413,29 +305,6 @@ class TreeTrainer(PPOTrainerSync):
                 self.memory.steps.extend(state.get("scores", []))
 
 
-def trajectory_advantages(
-    rows: DataProto, trajectories: Trajectories, uids: list[str], algorithm: Any
-) -> dict[str, list[torch.Tensor]]:
-    """``advantages`` and ``returns`` of each row's tokens by verl's estimator, which sees whole trajectories.
-
-    Args:
-        rows: tensors [rows, tokens], of them ``response_mask`` and ``token_level_rewards``.
-        uids: each trajectory's prompt.
-    """
-    shape = rows.batch["response_mask"].shape
-    tensors = {name: trajectories.join(x) for name, x in rows.batch.items() if x.shape == shape}
-    joined = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(uids, dtype=object)})
-    joined = compute_advantage(
-        joined,
-        adv_estimator=algorithm.adv_estimator,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
-        config=algorithm,
-    )
-    return {name: trajectories.split(joined.batch[name]) for name in ("advantages", "returns")}
-
-
 def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwargs: dict | None = None) -> None:
     """See that model, tokenizer and prompt style go together, before anything is loaded.
 
@@ -452,31 +321,3 @@ def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwar
             f"the tokenizer has {len(tokenizer)} tokens and the model embeds only {rows}: "
             f"actor_rollout_ref.model.tokenizer_path and actor_rollout_ref.model.path do not belong together"
         )
-
-
-def _packed_metrics(metrics: dict, updates: int) -> None:
-    """``packed/*`` of a whole step; verl gives means over the mini-batches. Nothing without packed trees."""
-    for key in [k for k in metrics if k.startswith("actor/packed/")]:
-        metrics[key.removeprefix("actor/")] = float(metrics.pop(key) * updates)
-    if "packed/total_tokens" in metrics:
-        metrics["packed/compute_ratio"] = metrics["packed/unique_tokens"] / metrics["packed/total_tokens"]
-
-
-def _session(key: str) -> str:
-    """``{uid}_{session}`` of a row's key ``{uid}_{session}_{index}``."""
-    return key.rsplit("_", 1)[0]
-
-
-def _spread_padding(tags: list[dict], start: int) -> list[int]:
-    """Order of one rank's rows with its padding rows spread evenly, so that no mini-batch is padding alone."""
-    padding = [start + i for i, tag in enumerate(tags) if tag.get("is_padding", False)]
-    real = [start + i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
-    order, taken = [], 0
-    for slot in range(len(tags)):
-        due = int((slot + 1) * len(padding) / len(tags))
-        if due > taken:
-            order.append(padding[taken])
-            taken += 1
-        else:
-            order.append(real[slot - taken])
-    return order
