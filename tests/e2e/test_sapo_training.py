@@ -93,7 +93,7 @@ def test_trees_branch_by_the_values_that_the_policy_reads(root, estimator, overr
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("bpo.sapo.lam=2", r"bpo.sapo.lam=2.0 must lie in [0, 1]"),
+        ("bpo.sapo.lam=2", r"bpo.sapo.lam=2 must be at most 1"),
         ("critic.enable=true", "critic.enable=True starts a critic"),
         ("actor_rollout_ref.model.use_fused_kernels=true", "use_fused_kernels=True hides"),
         (
