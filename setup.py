@@ -20,7 +20,15 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["verl_bpo", "verl_bpo.*"]),
     package_data={"verl_bpo": ["config/*.yaml", "report/*.html"]},
-    install_requires=["verl>=0.9.1,<0.10", "omegaconf>=2.3", "pydantic>=2.7,<3", "numpy", "tqdm", "wrapt>=1.15", *TRAINER],
+    install_requires=[
+        "verl>=0.9.1,<0.10",
+        "omegaconf>=2.3",
+        "pydantic>=2.7,<3",
+        "numpy",
+        "tqdm",
+        "wrapt>=1.15",
+        *TRAINER,
+    ],
     extras_require={
         "cpu": ["torch==2.13.0", "transformers==5.10.4"],
         "gpu": ["torch>=2.8", "flash-attn", "vllm"],

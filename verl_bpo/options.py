@@ -64,8 +64,8 @@ def _line(cls: type[Options], error: ValidationError, key: str) -> str:
         return f"{name}={value!r} must hold keys, such as {name}.{next(iter(keys(group)))}"
     choices = [e["ctx"]["expected"] for e in error.errors() if e["type"] == "literal_error" and e["input"] is value]
     types = [_TYPES[e["type"]] for e in error.errors() if e["type"] in _TYPES and e["input"] is value]
-    allowed = ", ".join([*types, *choices]).replace("'", "").replace(" or ", ", ")
     if choices:
+        allowed = ", ".join([*types, *choices]).replace("bool", "True, False").replace("'", "").replace(" or ", ", ")
         return f"{name}={value!r} is not one of {allowed}"
     return f"{name}={value!r} must be {' or '.join(types)}" if types else f"{name}={value!r}: {wrong['msg']}"
 
