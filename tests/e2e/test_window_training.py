@@ -13,7 +13,11 @@ from test_training import (
     train,
 )
 
-WINDOW = (*LETTERS, "bpo.prompt.context=window", "bpo.prompt.window_turns=1")
+WINDOW = (
+    *(key for key in LETTERS if not key.startswith("bpo.branch.threshold")),
+    "bpo.prompt.context=window",
+    "bpo.prompt.window_turns=1",
+)
 QUANTILE = (
     *WINDOW, "bpo.branch.selector=quantile", "bpo.branch.share=0.5", "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.use_kl_loss=true",
