@@ -155,7 +155,7 @@ def test_arguments_resume_from_checkpoints_and_end_at_the_matched_steps(tmp_path
 def test_a_recipe_brings_its_own_arguments(tmp_path):
     run = one_run(launcher="recipes", environment="webshop", model="qwen2.5_1.5b", recipe="grpo", overrides=("a.b=1",))
     found = runner.training_arguments(run, tmp_path, None)
-    assert "algorithm.adv_estimator=grpo" in found and "bpo.max_env_steps=100" in found and "a.b=1" in found
+    assert "+method=grpo" in found and "bpo.max_env_steps=100" in found and "a.b=1" in found
 
 
 @pytest.mark.parametrize("file", STUDIES, ids=lambda f: f.stem)

@@ -228,6 +228,7 @@ def write_checkpoint(root: Path, folder: Path, monkeypatch) -> dict[str, torch.T
                 for name, tensor in state.items()
             }
             files[f"model_world_size_2_rank_{rank}.pt"] = part
+            (actor / f"model_world_size_2_rank_{rank}.pt").touch()
         finally:
             dist.destroy_process_group()
     monkeypatch.setattr(torch, "load", lambda file, **kwargs: files[file.name])
