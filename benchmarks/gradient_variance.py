@@ -36,6 +36,7 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ from tqdm import tqdm
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.commands.evaluation.options import options_from
-from verl_bpo.commands.evaluation.panel import Task, read_panel
 from verl_bpo.config.schema import build
 from verl_bpo.generation.local import LocalRollouts
+from verl_bpo.generation.prompts import Task, prompt_tasks
 from verl_bpo.model.checkpoint import find_model, load_model, weights_digest
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.rows import tree_rows
@@ -135,10 +136,8 @@ class Sampler:
         config = build(settings, "plain")
         env = self.options.config.env.model_copy(update={"workers": self.workers, "isolation": "none"})
         config = config.model_copy(update={"env": env, "prompt": self.options.config.prompt})
-        lengths = {
-            "max_prompt_tokens": self.options.max_prompt_tokens, "max_response_tokens": self.options.max_response_tokens
-        }  # fmt: skip
-        return LocalRollouts(self.model, self.tokenizer, config, seed=seed, **lengths)
+        play = replace(self.options, temperature=1.0, top_p=1.0, top_k=-1)  # as in training, not as in validation
+        return LocalRollouts(self.model, self.tokenizer, config, play, seed=seed)
 
     async def batch(self, rollouts: LocalRollouts, env_steps: int, kind: str, spare: list[Tree]) -> list[Tree]:
         """The next trees of an endless series, of prompts drawn with replacement, until they have taken ``env_steps``.
@@ -348,7 +347,15 @@ def main() -> None:
     folder = find_model(arguments.model)
     model, tokenizer = load_model(folder)
     options = options_from(arguments.model, arguments.overrides)
-    sampler = Sampler(model, tokenizer, read_panel(arguments.panel), options, arguments.workers, arguments.seed)
+    panel = prompt_tasks(arguments.panel, options.config.env.name)
+    sampler = Sampler(
+        model,
+        tokenizer,
+        panel,
+        options,
+        arguments.workers,
+        arguments.seed,
+    )
     KINDS["paper"]["branch"] = {"threshold": arguments.threshold}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {

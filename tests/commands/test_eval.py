@@ -13,10 +13,11 @@ from verl_bpo.commands import eval as module
 from verl_bpo.commands.eval import evaluate
 from verl_bpo.commands.evaluation.episodes import Episode, read_episodes
 from verl_bpo.commands.evaluation.options import options_from
-from verl_bpo.commands.evaluation.panel import Task, panel_digest, read_panel
+from verl_bpo.commands.evaluation.panel import panel_digest
 from verl_bpo.commands.evaluation.summary import summary
 from verl_bpo.commands.main import parse
 from verl_bpo.commands.make_data import write_prompts
+from verl_bpo.generation.prompts import Task, prompt_tasks
 from verl_bpo.model.checkpoint import find_model, load_model
 from verl_bpo.options import ConfigError
 from verl_bpo.report.intervals import task_bootstrap, wilson
@@ -46,7 +47,7 @@ def options(root: Path, **chosen):
 
 
 def test_an_interrupted_evaluation_goes_on_and_ends_as_an_uninterrupted_one(root, tmp_path):
-    panel = read_panel(root / "panel.parquet")
+    panel = prompt_tasks(root / "panel.parquet", None)
     whole = evaluate(root / "model", panel, tmp_path / "whole", options(root, episodes=2))
     assert whole["success"]["episodes"] == 12 and whole["success"]["tasks"] == 6
     evaluate(root / "model", panel, tmp_path / "parts", options(root, episodes=2))
@@ -59,21 +60,21 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_an_uninterrupted_one(root
 
 
 def test_nothing_is_played_again_once_all_is_there(root, tmp_path, monkeypatch):
-    panel = read_panel(root / "panel.parquet")
+    panel = prompt_tasks(root / "panel.parquet", None)
     before = evaluate(root / "model", panel, tmp_path / "out", options(root))
     monkeypatch.setattr(module, "play", None)
     assert evaluate(root / "model", panel, tmp_path / "out", options(root))["success"] == before["success"]
 
 
 def test_greedy_episodes_do_not_depend_on_the_seed(root, tmp_path):
-    panel = read_panel(root / "panel.parquet")
+    panel = prompt_tasks(root / "panel.parquet", None)
     for seed in (0, 1):
         evaluate(root / "model", panel, tmp_path / str(seed), options(root, temperature=0.0, seed=seed))
     assert sorted(map(str, read_episodes(tmp_path / "0"))) == sorted(map(str, read_episodes(tmp_path / "1")))
 
 
 def test_a_folder_of_another_evaluation_is_not_mixed_into(root, tmp_path):
-    panel = read_panel(root / "panel.parquet")
+    panel = prompt_tasks(root / "panel.parquet", None)
     evaluate(root / "model", panel[:2], tmp_path / "out", options(root))
     with pytest.raises(ValueError, match="other panel: give another --out"):
         evaluate(root / "model", panel, tmp_path / "out", options(root))
@@ -96,7 +97,7 @@ def test_the_panel_is_told_by_order_seeds_and_contents_but_not_by_folder(tmp_pat
 
 
 def test_episodes_lost_to_their_environment_are_left_out_and_told(root, tmp_path, capsys):
-    panel = [*read_panel(root / "panel.parquet")[:2], Task("textworld", "no/such/game.json", 0)]
+    panel = [*prompt_tasks(root / "panel.parquet", None)[:2], Task("textworld", "no/such/game.json", 0)]
     result = evaluate(root / "model", panel, tmp_path / "out", options(root))
     assert result["success"]["episodes"] == 2 and "no/such/game.json" in result["lost"][0]
     with pytest.raises(ValueError, match="no episode could be played: no/such/game.json"):
@@ -143,7 +144,7 @@ def test_what_the_user_can_mend_is_said_in_one_line(root, tmp_path):
     with pytest.raises(ConfigError, match="unknown key bpo.env.max_turn;"):
         options_from(root / "model", ["bpo.env.max_turn=3"])
     with pytest.raises(FileNotFoundError, match="make-data"):
-        read_panel(tmp_path / "none.parquet")
+        prompt_tasks(tmp_path / "none.parquet", None)
     with pytest.raises(FileNotFoundError, match="holds no model"):
         find_model(tmp_path)
 

@@ -354,3 +354,80 @@ def test_chat_template_kwargs_reach_the_template():
     tokenizer.chat_template += "{% if add_generation_prompt and quiet %}hush{% endif %}"
     loud, quiet = (Prompter(tokenizer, PromptConfig(), {"quiet": q}) for q in (False, True))
     assert tokenizer.decode(quiet.glue([], SEEN[0])) == tokenizer.decode(loud.glue([], SEEN[0])) + "hush"
+
+
+# --- where an action ends -----------------------------------------------------------------------------------------------
+
+
+def two_ended(body, eos="<r>"):
+    """A tokenizer whose template ends an assistant's message in ``body`` and a user's in ``<e>``."""
+    family = SimpleNamespace(
+        special=["<e>", "<r>", "<u>", "<a>"],
+        template=(
+            "{% for m in messages %}{{ ('<a>' + m['content'] + '" + body + "') if m['role'] == 'assistant' "
+            "else ('<u>' + m['content'] + '<e>') }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+        ),
+        end=eos,
+    )
+    tokenizer = make_tokenizer(family)
+    tokenizer.eos_token = eos
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "body, sampled, ended",
+    [
+        ("<e>", "go<r>", "go<r>"),  # the model's end stands for the template's
+        ("<e>", "go<e>", "go<e>"),
+        ("<e>", "go", "go<e>"),
+        ("<e><r>", "go<e>", "go<e><r>"),  # the rest of the template's end follows
+        ("<e><r>", "go<e><r>", "go<e><r>"),
+        ("<e><r>", "go<r>", "go<r>"),
+        ("<e><r>", "go", "go<e><r>"),
+        ("\n<e>", "go\n<e>", "go\n<e>"),
+        ("\n<e>", "go", "go\n<e>"),
+        ("", "go<r>", "go<r>"),  # a template that ends a turn with nothing
+        ("", "go", "go"),
+    ],
+)
+def test_an_answer_is_kept_as_it_was_sampled_and_closed_once(body, sampled, ended):
+    tokenizer = two_ended(body)
+    prompter = Prompter(tokenizer, PromptConfig(system="", template="bare"))
+    start = prompter.first(Observation("A room."))
+    after = prompter.observe(start, tokenizer.encode(sampled, add_special_tokens=False), Observation("A lamp."))
+    assert tokenizer.decode(after.ids) == f"<u>A room.<e><a>{ended}<u>A lamp.<e><a>"
+
+
+def test_an_action_stops_at_the_templates_end_and_at_every_end_of_the_model():
+    tokenizer = two_ended("<e>")
+    prompter = Prompter(tokenizer, PromptConfig(system=""), eos_token_ids=[300, 301])
+    assert prompter.stop_ids == {*tokenizer.convert_tokens_to_ids(["<e>", "<r>"]), 300, 301}
+    assert prompter.glue([7, 301], Observation("x")) == prompter.glue([7], Observation("x"))[1:]
+
+
+def test_text_behind_an_answer_is_no_end_of_its_turn():
+    prompter = Prompter(two_ended("\nDone.\n"), PromptConfig(system=""))
+    assert prompter.stop_ids == {prompter.tokenizer.eos_token_id} == {prompter.end_of_turn_id}
+
+
+def test_a_template_that_drops_answers_or_ends_in_nothing_is_refused():
+    tokenizer = two_ended("<e>")
+    tokenizer.chat_template = "{% for m in messages %}<u>{{ m['role'] }}<e>{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out what the assistant said"):
+        Prompter(tokenizer, PromptConfig(system=""))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="nothing ends the assistant's turn"):
+        Prompter(tokenizer, PromptConfig(system=""))
+
+
+def test_text_is_decoded_as_it_was_sampled():
+    tokenizer = make_tokenizer(QWEN)
+    tokenizer.clean_up_tokenization_spaces = True
+    asked = {}
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids, **options: asked.update(options) or decode(ids, **options)
+    prompter = Prompter(tokenizer, PromptConfig(template="bare"))
+    text = "find . -name '*.py' , x != y ?"
+    assert prompter.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert asked["clean_up_tokenization_spaces"] is False

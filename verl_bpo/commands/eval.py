@@ -14,8 +14,9 @@ from typing import Any
 
 from verl_bpo.commands.evaluation.episodes import play, read_episodes
 from verl_bpo.commands.evaluation.options import EvalOptions, options_from
-from verl_bpo.commands.evaluation.panel import Task, panel_digest, read_panel
+from verl_bpo.commands.evaluation.panel import panel_digest
 from verl_bpo.commands.evaluation.summary import summary
+from verl_bpo.generation.prompts import Task, prompt_tasks
 
 RESULT, SPEC = "result.json", "spec.json"
 
@@ -138,7 +139,8 @@ def main(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    result = evaluate(arguments.model, read_panel(arguments.panel), arguments.out, options, arguments.threads)
+    panel = prompt_tasks(arguments.panel, options.config.env.name)
+    result = evaluate(arguments.model, panel, arguments.out, options, arguments.threads)
     rows = {"all": result["success"], **result["task_types"]}
     width = max(map(len, rows))
     for name, row in rows.items():

@@ -246,12 +246,12 @@ def build(user: dict[str, Any] | None, default_preset: str, values: bool = False
     given = PRESETS.get(preset, {})
     branch = user.get("branch")
     if preset == "guided" and (values or (branch or {}).get("score") in ("value", "entropy_value")):
-        given = _merge(given, VALUE_GUIDED)
+        given = merge(given, VALUE_GUIDED)
     if isinstance(branch, dict) and isinstance(branch.get("selector"), str):
         # A preset's parameters of another selector mean nothing to this one.
         known = keys(Branching) | keys(selector_class(branch["selector"]))
         given = given | {"branch": {k: v for k, v in given.get("branch", {}).items() if k in known}}
-    return read(BPOConfig, _merge(given, user) | {"preset": preset}, "bpo")
+    return read(BPOConfig, merge(given, user) | {"preset": preset}, "bpo")
 
 
 def estimator_class(name: str) -> type[Estimator] | None:
@@ -281,9 +281,10 @@ def find_estimator(config: BPOConfig, name: str) -> Estimator | None:
     return own if isinstance(own, kind) else read(kind, own, f"bpo.{kind.KEYS}")
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``over``, group by group."""
     merged = dict(base)
     for key, value in over.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
+        merged[key] = merge(merged[key], value) if nested else value
     return merged

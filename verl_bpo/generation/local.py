@@ -11,11 +11,11 @@ from zlib import crc32
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
+from verl_bpo.generation.play import Play
 from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.model.support import longest_sequence
 from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.rollout import Generation
 from verl_bpo.tree.topology import Failure, Tree
 
@@ -27,9 +27,7 @@ class LocalRollouts:
         model: a causal language model on the CPU.
         tokenizer: its tokenizer.
         config: ``bpo.*``; ``bpo.env.workers`` trees run at once. Sandboxes are local, whatever ``bpo.env.placement`` says.
-        max_prompt_tokens, max_response_tokens: as ``data.max_prompt_length`` and ``data.max_response_length``.
-        temperature: 0 is greedy.
-        top_p: as in vLLM.
+        play: how they are prompted and sampled; how they branch, ``config`` says.
         seed: of every sampled action; an action depends on it, its tree's ``identity``, its place in the tree and its
             prompt, not on what else runs.
         threads: of PyTorch.
@@ -40,20 +38,14 @@ class LocalRollouts:
         model: Any,
         tokenizer: Any,
         config: BPOConfig,
+        play: Play,
         *,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
         seed: int = 0,
         threads: int = 1,
     ) -> None:
-        self.config, self.seed = config, seed
-        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
-        self.sampling = {"temperature": temperature, "top_p": top_p}
-        self.prompter = Prompter(tokenizer, config.prompt)
-        eos = getattr(model.generation_config, "eos_token_id", None)
-        self.stops = tuple({self.prompter.end_of_turn_id, *([eos] if isinstance(eos, int) else eos or [])})
+        self.config, self.play, self.seed = config, play, seed
+        self.prompter = play.prompter(tokenizer, model.generation_config, model.config)
+        self.stops = tuple(sorted(self.prompter.stop_ids))
         self.batcher = ContinuousBatcher(
             model, max_num_seqs=max(64, 2 * config.env.workers), max_model_len=longest_sequence(model.config)
         )
@@ -88,8 +80,8 @@ class LocalRollouts:
             generate=self._generator(identity),
             executor=self.executor,
             prompter=self.prompter,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_response_tokens=self.max_response_tokens,
+            max_prompt_tokens=self.play.max_prompt_tokens,
+            max_response_tokens=self.play.max_response_tokens,
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
         async with self.slots:
@@ -111,7 +103,7 @@ class LocalRollouts:
                 max_tokens=max_tokens,
                 stop_token_ids=self.stops,
                 seed=self._hash(f"{identity}/{place}"),
-                **self.sampling,
+                **self.play.sampling,
             )
             # The batcher's thread hands out a future of its own, so this waits for two in turn.
             asked = self.generation.call(self.batcher.submit, prompt_ids, params)

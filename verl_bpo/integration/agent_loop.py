@@ -17,10 +17,12 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.generation.configured import configured_rollout
+from verl_bpo.generation.play import Play
+from verl_bpo.generation.prompts import Task
 from verl_bpo.integration.ray_workers import PlacedPools
+from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
-from verl_bpo.tree.prompting import Prompter
 from verl_bpo.tree.record import TreeRecord, dump_tree
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import BRANCH_LESSON, LOST, Row, RowSpans, tree_rows
@@ -30,19 +32,30 @@ from verl_bpo.tree.topology import Failure, Tree
 class _Shared:
     """What all trees of one rollout worker share: sandbox pools and threads."""
 
-    def __init__(self, config: BPOConfig) -> None:
+    def __init__(self, config: BPOConfig, play: Play) -> None:
         self.config = config
-        limits = {"max_turns": config.env.max_turns, "max_action_tokens": config.env.max_action_tokens}
-        self.plain = build({"env": limits}, "plain")
+        self.play = play
         """What validation rolls: single trajectories."""
         self.pools = PlacedPools(config.env)
         self.executor = ThreadPoolExecutor(max_workers=4 * config.env.workers + 4, thread_name_prefix="sandbox")
         self.slots = asyncio.Semaphore(config.env.workers)
 
 
+def _plain_json(config: Any) -> str:
+    """What rollouts read of a run's config."""
+    policy = config.actor_rollout_ref
+    values = {key: OmegaConf.to_container(config[key], resolve=True) for key in ("bpo", "data")}
+    values["actor_rollout_ref"] = {
+        "rollout": {"val_kwargs": OmegaConf.to_container(policy.rollout.val_kwargs, resolve=True)},
+        "model": {"custom_chat_template": policy.model.get("custom_chat_template")},
+    }
+    return json.dumps(values, sort_keys=True)
+
+
 @lru_cache(maxsize=4)
 def _shared(resolved: str) -> _Shared:
-    return _Shared(build(json.loads(resolved), "plain"))
+    config = json.loads(resolved)
+    return _Shared(build(config["bpo"], "plain"), Play.of_run(config))
 
 
 @register("tree_agent")
@@ -51,31 +64,32 @@ class TreeAgentLoop(AgentLoopBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.shared = _shared(json.dumps(OmegaConf.to_container(self.config.bpo, resolve=True), sort_keys=True))
+        self.shared = _shared(_plain_json(self.config))
         self.bpo = self.shared.config
-        self.prompter = Prompter(self.tokenizer, self.bpo.prompt, dict(self.apply_chat_template_kwargs or {}))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        extra = row.get("extra_info") or {}
-        env, task = extra.get("env") or self.bpo.env.name, extra.get("task")
-        validate = sampling_params.pop("_validate", False)
+        sampling_params = dict(sampling_params)
+        validate, models = sampling_params.pop("_validate"), sampling_params.pop("_models")
+        play = self.shared.play
+        self.prompter = play.prompter(self.tokenizer, *models)
+        sampling_params |= play.sampling if validate else {}
+        sampling_params["stop_token_ids"] = sorted(self.prompter.stop_ids)
         identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"
         rollout = configured_rollout(
-            self.shared.plain if validate else self.bpo,
+            play.config if validate else self.bpo,
             lesson=row.get(BRANCH_LESSON),
             generate=self._generator(sampling_params, identity),
             executor=self.shared.executor,
             prompter=self.prompter,
-            max_prompt_tokens=self.rollout_config.prompt_length,
-            max_response_tokens=self.rollout_config.response_length,
+            max_prompt_tokens=play.max_prompt_tokens,
+            max_response_tokens=play.max_response_tokens,
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
-        if not env or not task:
-            missing = (
-                f"prompt row {row.get('index')} names no environment or task: its extra_info must hold task, and env "
-                f"unless bpo.env.name is set (got extra_info={extra})"
-            )
-            return self._outputs(rollout, Tree(prompt_ids=[], fatal=missing))
+        try:
+            wanted = Task.of(row.get("extra_info"), self.bpo.env.name)
+        except ConfigError as error:
+            return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"prompt row {row.get('index')} {error}"))
+        env, task = wanted.env, wanted.task
         async with self.shared.slots:
             try:
                 world = await self.loop.run_in_executor(self.shared.executor, self.shared.pools[env].open)
@@ -86,7 +100,7 @@ class TreeAgentLoop(AgentLoopBase):
                 return self._outputs(rollout, lost)
             rollout.world = world
             try:
-                tree = await rollout.run(task, int(extra.get("seed") or 0))
+                tree = await rollout.run(task, wanted.seed)
             except (EnvironmentUnavailable, SnapshotUnsupported, ValueError) as error:
                 # No other task would fare better: the trainer stops the run with this line.
                 return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"task {task}: {error}"))

@@ -27,6 +27,7 @@ class TreeWorkerBase(_PlainWorker):
 
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         sampling_params = {**sampling_params, "_validate": trajectory["validate"]}
+        sampling_params["_models"] = self.model_config.generation_config, self.model_config.hf_config
         return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
 
     async def _agent_loop_postprocess(

@@ -28,6 +28,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 from verl.workers.rollout.utils import ensure_async_iterator, get_max_position_embeddings
 
 from verl_bpo.generation.generator import BatcherThread, Completion, ContinuousBatcher
+from verl_bpo.generation.play import eos_ids
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.model.support import longest_sequence
 from verl_bpo.model.value_readout import NAME as READOUT
@@ -135,7 +136,7 @@ class TransformersServer:
         self._heads: dict[str, np.ndarray] = {}
         self.batcher = ContinuousBatcher(
             self.model,
-            self._eos_token_ids(),
+            eos_ids(self.model_config.tokenizer, self.model_config.generation_config, self.model_config.hf_config),
             max_num_seqs=self.config.max_num_seqs,
             max_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -166,13 +167,6 @@ class TransformersServer:
         if self.config.load_format == "dummy" and rollout_mode != RolloutMode.COLOCATED:
             return AutoModelForCausalLM.from_config(self.model_config.hf_config, **kwargs)
         return AutoModelForCausalLM.from_pretrained(self.model_config.local_path, **kwargs)
-
-    def _eos_token_ids(self) -> set[int]:
-        ids: set[int] = set()
-        for source in (self.model_config.tokenizer, self.model_config.generation_config, self.model_config.hf_config):
-            value = getattr(source, "eos_token_id", None)
-            ids |= set() if value is None else {value} if isinstance(value, int) else set(value)
-        return ids
 
     async def ready(self) -> bool:
         return True

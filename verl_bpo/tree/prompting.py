@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -83,12 +83,20 @@ class Prompter:
         tokenizer: a Hugging Face tokenizer with a chat template.
         config: the prompt style.
         chat_template_kwargs: passed on to the chat template (``enable_thinking=False``, ...).
+        eos_token_ids: tokens that the model ends its turns with, beside the tokenizer's own.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the template refuses this prompt style's messages.
+        ValueError: the tokenizer has no chat template, or the template refuses this prompt style's messages, or leaves out
+            what the assistant said, or ends its turn in no token.
     """
 
-    def __init__(self, tokenizer: Any, config: PromptConfig, chat_template_kwargs: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: PromptConfig,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        eos_token_ids: Collection[int] = (),
+    ):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "this tokenizer has no chat template; use an instruct model or set tokenizer.chat_template"
@@ -106,8 +114,32 @@ class Prompter:
             raise ValueError(
                 f"the chat template refuses this prompt style: {error}; try bpo.prompt.system=''"
             ) from error
-        self.end_of_turn_id = glue[0]
+        self._read_ends(glue, {tokenizer.eos_token_id} - {None} | set(eos_token_ids))
+
+    def _read_ends(self, glue: Sequence[int], own: set[int]) -> None:
+        """Where an action ends.
+
+        Args:
+            glue: what follows one.
+            own: tokens that the model or its tokenizer call ends.
+        """
+        eos = self.tokenizer.eos_token_id
+        first = next((token for token in glue if not self._is_space(token)), None)
+        if first not in own and not self._is_special(first):
+            first = None
+        # A template may write nothing behind an answer but the beginning of the next message.
+        opens = first is not None and first != eos and not any(map(self._is_special, self._head(glue, first)))
+        end = eos if first is None or (opens and eos is not None) else first
+        if end is None:
+            raise ValueError(
+                "nothing ends the assistant's turn: neither does the chat template write a special token behind it, nor has "
+                "the tokenizer an eos_token; set tokenizer.eos_token"
+            )
+        self.end_of_turn_id = end
         """The token with which the template ends an assistant message, and the policy its action."""
+        self.stop_ids = frozenset(own | {end} | {first} - {None})
+        """An action ends after one of these, in training as in evaluation, whichever engine samples it."""
+        self._closing = [] if first is None or opens else self._end_of_message(glue)
 
     @property
     def windowed(self) -> bool:
@@ -148,8 +180,14 @@ class Prompter:
     def glue(self, action_ids: Sequence[int], observation: Observation) -> list[int]:
         """Token ids between ``action_ids`` and the next action (``full`` context)."""
         ids = self._glue_ids(self.user_text(observation))
-        # Sampling stops at the end of turn, which then is the action's own last token; a cut action lacks it.
-        return ids[1:] if len(action_ids) and action_ids[-1] == self.end_of_turn_id else ids
+        # Sampling stops at an end of turn, which then is the action's own last token; a cut action lacks it. One that the
+        # model ended in its own way stands for the template's.
+        last = action_ids[-1] if len(action_ids) else None
+        if last not in self.stop_ids:
+            return ids
+        if last in self._closing:
+            return ids[self._closing.index(last) + 1 :]
+        return ids[1:] if last == ids[0] else ids[len(self._closing) :]
 
     def window_prompt(self, task_text: str, history: Sequence[tuple[str, str]], observation: Observation) -> list[int]:
         """Token ids of a bounded prompt: the task, the last ``window_turns`` actions with their outcomes, the actions.
@@ -176,7 +214,8 @@ class Prompter:
 
     def decode(self, action_ids: Sequence[int]) -> str:
         """The text of a sampled action, without special tokens."""
-        return self.tokenizer.decode(list(action_ids), skip_special_tokens=True)
+        # transformers 4 drops spaces before punctuation where the tokenizer's files ask for it.
+        return self.tokenizer.decode(list(action_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def forced_tokens(self, action_ids: Sequence[int], admissible: Sequence[str] | None = None) -> int:
         """How many of a sample's first tokens the form of an answer dictates: they spell ``<think>``, or in ``bare`` what all
@@ -260,8 +299,36 @@ class Prompter:
         # Rendered after a short stand-in for the history: special tokens delimit messages, so neither the template's
         # text nor its tokens depend on what came before the end of the assistant's turn.
         stand_in = [*self._opening("observation"), {"role": "assistant", "content": _ACTION_MARK}]
-        rendered = self._render([*stand_in, {"role": "user", "content": user}])
-        return self._encode(rendered.partition(_ACTION_MARK)[2])
+        _, mark, behind = self._render([*stand_in, {"role": "user", "content": user}]).partition(_ACTION_MARK)
+        if not mark:
+            raise ValueError(
+                "the chat template leaves out what the assistant said: set another tokenizer.chat_template"
+            )
+        return self._encode(behind)
+
+    def _head(self, glue: Sequence[int], first: int) -> list[int]:
+        """What stands between the first token behind an answer and the next message's text."""
+        text = self._encode(self.user_text(Observation("observation")))
+        rest = list(glue[list(glue).index(first) + 1 :])
+        length = next((i for i in range(len(rest)) if rest[i : i + len(text)] == text), len(rest))
+        return rest[:length]
+
+    def _end_of_message(self, glue: Sequence[int]) -> list[int]:
+        """What the template writes behind an assistant's words up to its last token that ends a turn."""
+        length = 0
+        for place, token in enumerate(glue):
+            if token in self.stop_ids:
+                length = place + 1
+            elif length or not self._is_space(token):
+                break
+        return list(glue[:length])
+
+    def _is_space(self, token: int) -> bool:
+        return not self._is_special(token) and not self.tokenizer.decode([token]).strip()
+
+    def _is_special(self, token: int) -> bool:
+        known = self.tokenizer.added_tokens_decoder.get(token)
+        return known is not None and known.special
 
     def _shorten(self, text: str) -> str:
         limit = self.config.max_observation_tokens

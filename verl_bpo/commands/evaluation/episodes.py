@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_bpo.commands.evaluation.options import EvalOptions
-from verl_bpo.commands.evaluation.panel import Task
+from verl_bpo.generation.prompts import Task
 from verl_bpo.tree.topology import Tree
 
 EPISODES = "episodes.jsonl"
@@ -56,10 +56,7 @@ async def play(
             model,
             tokenizer,
             options.config,
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_response_tokens=options.max_response_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
+            options,
             seed=options.seed,
             threads=threads,
         ) as rollouts,
