@@ -35,7 +35,7 @@ def test_worlds_whose_process_dies_lose_their_branch_and_are_counted(worlds):
     "overrides, message",
     [
         (["data.train_files=${root}/Uncopyable.parquet"], "bpo.env.backend=fork or replay"),
-        (["data.max_prompt_length=8", "trainer.val_before_train=true"], "more than data.max_prompt_length=8"),
+        (["data.max_prompt_length=8"], "more than data.max_prompt_length=8"),
     ],
 )
 def test_what_no_rollout_can_mend_ends_the_run_in_one_line(worlds, overrides, message):
@@ -46,5 +46,5 @@ def test_what_no_rollout_can_mend_ends_the_run_in_one_line(worlds, overrides, me
         "trainer.total_training_steps=1", "trainer.logger=[console]", *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPOSITORY, env={**os.environ})
-    lines = [line for line in done.stderr.splitlines() if line.startswith("verl_bpo: task ") and message in line]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("verl_bpo: ") and message in line]
     assert done.returncode != 0 and len(lines) == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -8,6 +8,10 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_bpo.config.schema import build
 from verl_bpo.integration.agent_loop import TreeAgentLoop
+from verl_bpo.sandbox.base import NoTaskCanWork, SnapshotUnsupported
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
+from verl_bpo.tree.rollout import TreeRollout
+from verl_bpo.tree.topology import Tree
 
 
 def sample(output: TokenOutput, **bpo):
@@ -33,14 +37,14 @@ def test_costs_fall_back_to_the_prompt_less_what_was_cached():
 
 @pytest.mark.parametrize("logprobs", [None, [-0.5]])
 def test_an_engine_that_leaves_out_log_probs_is_refused(logprobs):
-    with pytest.raises(ValueError, match="rollout engine x returned [01] log-probs for 2 tokens"):
+    with pytest.raises(NoTaskCanWork, match="rollout engine x returned [01] log-probs for 2 tokens"):
         sample(TokenOutput(token_ids=[1, 2], log_probs=logprobs, extra_fields={"token_entropy": [1.0, 1.0]}))
 
 
 def test_entropies_are_needed_only_where_branching_goes_by_them():
     output = TokenOutput(token_ids=[1, 2], log_probs=[-0.5, -1.0], extra_fields={})
     assert sample(output, branch={"selector": "every"}).entropy == []
-    with pytest.raises(ValueError, match="bpo.branch.selector=threshold needs the entropy"):
+    with pytest.raises(NoTaskCanWork, match="bpo.branch.selector=threshold needs the entropy"):
         sample(output)
 
 
@@ -50,3 +54,45 @@ def test_seeds_of_a_place_are_the_same_in_every_run_and_differ_between_places():
     assert loop._hash("1/0/0/0/1") == loop._hash("1/0/0/0/1") != loop._hash("1/0/0/0/2")
     loop.bpo = build({}, "paper")
     assert loop._hash("1/0/0/0/1") != loop._hash("1/0/0/0/1")
+
+
+@pytest.mark.parametrize(
+    "error, fatal, lost",
+    [
+        (ValueError("the prompt leaves no room"), None, ["ValueError: the prompt leaves no room"]),
+        (KeyError("x"), None, ["KeyError: 'x'"]),
+        (SnapshotUnsupported("use replay"), "task a: use replay", []),
+        (EnvironmentUnavailable("install it"), "task a: install it", []),
+        (NoTaskCanWork("no log-probs"), "task a: no log-probs", []),
+    ],
+)
+def test_a_fault_costs_its_task_unless_no_task_can_work(monkeypatch, error, fatal, lost):
+    """One odd item must not end a run that has trained for hours."""
+    tree = rolled(monkeypatch, error)
+    assert (tree.fatal, [str(failure) for failure in tree.failures]) == (fatal, lost)
+    assert tree.counters.get("failed", 0) == len(lost)
+
+
+def rolled(monkeypatch, error):
+    """The tree of a task whose rollout raises ``error``."""
+
+    async def run(self, task, seed):
+        raise error
+
+    monkeypatch.setattr(TreeRollout, "run", run)
+    loop = object.__new__(TreeAgentLoop)
+    bpo = build({"env": {"name": "x"}}, "paper")
+    play = SimpleNamespace(
+        prompter=lambda *parts: SimpleNamespace(stop_ids={1}, windowed=False),
+        max_prompt_tokens=9,
+        max_response_tokens=9,
+        config=bpo,
+    )
+    world = SimpleNamespace(open=lambda: SimpleNamespace(close=lambda: None))
+    loop.shared = SimpleNamespace(play=play, slots=asyncio.Semaphore(1), executor=None, pools={"x": world})
+    loop.bpo, loop.tokenizer = bpo, SimpleNamespace(eos_token_id=0)
+    loop.loop = asyncio.new_event_loop()
+    (output,) = loop.loop.run_until_complete(
+        loop.run({"_validate": False, "_models": ()}, extra_info={"task": "a"}, session_id=0)
+    )
+    return Tree.from_dict(output.extra_fields["tree"])

@@ -3,10 +3,13 @@
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from verl_bpo import sandbox
-from verl_bpo.sandbox.base import is_won
+from verl_bpo.sandbox import Environment, Observation, SandboxError
+from verl_bpo.sandbox.base import is_won, received
+from verl_bpo.sandbox.worker import LocalWorker
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,61 @@ def test_the_figure_of_what_is_where_is_the_same_in_the_package_and_on_the_site(
     page = Path(__file__).parents[2] / "docs" / "_sandbox_processes.md"
     figure = page.read_text().split("```")[1].removeprefix("text\n")
     assert textwrap.indent(figure, "    ") in sandbox.__doc__
+
+
+# --- what environments answer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.array(0.5, np.float16), 0.5])
+def test_numbers_of_numpy_are_taken_as_pythons(number):
+    given = Observation(
+        "ok",
+        number,
+        np.bool_(True),
+        np.array(False),
+        ["look"],
+        {"won": np.bool_(True), "score": np.float32(2), "n": np.int64(3)},
+    )
+    found = received(given)
+    assert found == Observation("ok", 0.5, True, False, ("look",), {"won": True, "score": 2.0, "n": 3})
+    values = [found.reward, found.terminated, found.truncated, *found.info.values()]
+    assert [type(value) for value in values] == [float, bool, bool, bool, float, int]
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        (("ok", 1.0, True, False, {}), "the environment answered tuple .*return verl_bpo.sandbox.Observation"),
+        (Observation(b"ok"), "text is bytes b'ok': it must be a str"),
+        (Observation("ok", None), "reward is NoneType None: it must be a finite number"),
+        (Observation("ok", "1"), "reward is str '1'"),
+        (Observation("ok", float("nan")), "reward is float nan"),
+        (Observation("ok", np.float32("inf")), "reward is float32"),
+        (Observation("ok", np.zeros(2)), "reward is ndarray"),
+        (Observation("ok", terminated="no"), "terminated is str 'no': it must be True or False"),
+        (Observation("ok", actions="look"), "actions is str 'look': it must be a tuple of str"),
+        (Observation("ok", actions=(1,)), "actions is tuple"),
+        (Observation("ok", info=None), "info is NoneType None: it must be a dict"),
+    ],
+)
+def test_an_answer_against_the_contract_is_told_in_one_line(answer, said):
+    with pytest.raises(SandboxError, match=said) as error:
+        received(answer)
+    assert "\n" not in str(error.value)
+
+
+def test_every_world_passes_on_what_was_received():
+    worker = LocalWorker()
+    worker.open(f"{__file__}:NumpyWorld", {}, "memory")
+    assert type(worker.call("reset", 0, "a", 0, timeout=1).reward) is float
+    assert type(worker.call("step", 0, "look", timeout=1).reward) is float
+    with pytest.raises(SandboxError, match="reward is NoneType None"):
+        worker.call("step", 0, "none", timeout=1)
+
+
+class NumpyWorld(Environment):
+    def reset(self, task, seed=0):
+        return Observation("start", np.float32(0))
+
+    def step(self, action):
+        return Observation("ok", None if action == "none" else np.float32(1))

@@ -306,7 +306,7 @@ def test_a_trajectory_is_cut_where_its_row_is_full():
     assert tree.trajectories[0].end == "truncated" and len(row.response_ids) <= 7
 
 
-def test_a_prompt_longer_than_the_limit_names_the_key():
+def test_a_prompt_longer_than_the_limit_loses_its_task_and_names_the_key():
     class Talkative(FakePrompter):
         def first(self, observation):
             return Conversation([0] * 51)
@@ -315,7 +315,7 @@ def test_a_prompt_longer_than_the_limit_names_the_key():
     with ThreadPoolExecutor(1) as threads:
         rollout = TreeRollout(
             ScriptedPolicy("a"),
-            FakeWorld(),
+            world := FakeWorld(),
             threads,
             Talkative(),
             config.branch,
@@ -323,8 +323,11 @@ def test_a_prompt_longer_than_the_limit_names_the_key():
             50,
             99,
         )
-        with pytest.raises(ValueError, match="51 tokens, more than data.max_prompt_length=50"):
-            asyncio.run(rollout.run("task"))
+        tree = asyncio.run(rollout.run("task"))
+    (failure,) = tree.failures
+    assert "task task: the prompt has 51 tokens, more than data.max_prompt_length=50" in failure.message
+    assert (tree.counters["too_long"], tree.counters["failed"], tree.nodes) == (1, 1, [])
+    assert not world.live
 
 
 def test_by_value_a_tree_forks_where_the_outcome_is_most_open():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -21,12 +22,13 @@ from verl_bpo.generation.play import Play
 from verl_bpo.generation.prompts import Task
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.options import ConfigError
-from verl_bpo.sandbox.base import SandboxError, SnapshotUnsupported
-from verl_bpo.sandbox.loading import EnvironmentUnavailable
+from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
 from verl_bpo.tree.record import TreeRecord, dump_tree
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import BRANCH_LESSON, LOST, Row, RowSpans, tree_rows
 from verl_bpo.tree.topology import Failure, Tree
+
+logger = logging.getLogger(__name__)
 
 
 class _Shared:
@@ -56,6 +58,11 @@ def _plain_json(config: Any) -> str:
 def _shared(resolved: str) -> _Shared:
     config = json.loads(resolved)
     return _Shared(build(config["bpo"], "plain"), Play.of_run(config))
+
+
+def _lost(error: Exception) -> Tree:
+    """What a task leaves that could not be played."""
+    return Tree(prompt_ids=[], counters={"failed": 1}, failures=[Failure.of(error)])
 
 
 @register("tree_agent")
@@ -93,17 +100,19 @@ class TreeAgentLoop(AgentLoopBase):
         async with self.shared.slots:
             try:
                 world = await self.loop.run_in_executor(self.shared.executor, self.shared.pools[env].open)
-            except EnvironmentUnavailable as error:
+            except NoTaskCanWork as error:
                 return self._outputs(rollout, Tree(prompt_ids=[], fatal=str(error)))
             except SandboxError as error:
-                lost = Tree(prompt_ids=[], counters={"failed": 1}, failures=[Failure.of(error)])
-                return self._outputs(rollout, lost)
+                return self._outputs(rollout, _lost(error))
             rollout.world = world
             try:
                 tree = await rollout.run(task, wanted.seed)
-            except (EnvironmentUnavailable, SnapshotUnsupported, ValueError) as error:
-                # No other task would fare better: the trainer stops the run with this line.
+            except NoTaskCanWork as error:
+                # The trainer stops the run with this line.
                 return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"task {task}: {error}"))
+            except Exception as error:
+                logger.exception("task %s is left out", task)
+                return self._outputs(rollout, _lost(error))
             finally:
                 await self.loop.run_in_executor(self.shared.executor, world.close)
         self._dump(tree, row, env, task, validate)
@@ -129,12 +138,12 @@ class TreeAgentLoop(AgentLoopBase):
             entropy = list(extra.get("token_entropy") or [])
             engine = self.rollout_config.name
             if len(logprobs) != len(tokens):
-                raise ValueError(
+                raise NoTaskCanWork(
                     f"rollout engine {engine} returned {len(logprobs)} log-probs for {len(tokens)} tokens: it must give "
                     f"one for each sampled token"
                 )
             if len(entropy) != len(tokens) and self.bpo.branch.needs_entropy:
-                raise ValueError(
+                raise NoTaskCanWork(
                     f"bpo.branch.selector={self.bpo.branch.selector.NAME} needs the entropy of each sampled token, and "
                     f"rollout engine {engine} returned {len(entropy)} for {len(tokens)} tokens: use rollout.name=vllm or "
                     f"hf, or a selector that needs none (fixed_interval, random, every)"

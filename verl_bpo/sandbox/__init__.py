@@ -28,6 +28,7 @@ The upper half lives in the rollout's process. ``docs/_sandbox_processes.md`` sa
 from verl_bpo.sandbox.base import (
     Backend,
     Environment,
+    NoTaskCanWork,
     Observation,
     Sandbox,
     SandboxCrashed,
@@ -50,6 +51,7 @@ __all__ = [
     "Environment",
     "ForkBackend",
     "MemorySandbox",
+    "NoTaskCanWork",
     "Observation",
     "ReplaySandbox",
     "Sandbox",

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
+
+
+class NoTaskCanWork(Exception):
+    """What makes every task fail: a run that meets it ends. Any other fault costs the item that it happened to."""
 
 
 class SandboxError(Exception):
@@ -28,12 +33,16 @@ class SandboxTimeout(SandboxError):
     """The environment did not answer in time and was stopped."""
 
 
-class SnapshotUnsupported(SandboxError):
+class SnapshotUnsupported(SandboxError, NoTaskCanWork):
     """The environment's state can't be captured by the chosen backend; the message says what to do."""
 
 
 class TaskError(SandboxError):
     """The task can't be opened: an unknown id, a missing or broken file."""
+
+
+class PromptTooLong(TaskError):
+    """The task's first prompt is longer than ``data.max_prompt_length``."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,46 @@ class Observation:
     @property
     def done(self) -> bool:
         return self.terminated or self.truncated
+
+
+def received(answer: Any) -> Observation:
+    """What an environment answered, with numpy's numbers and flags as Python's.
+
+    Raises:
+        SandboxError: it isn't what the contract says; one line that names the field.
+    """
+    if not isinstance(answer, Observation):
+        raise SandboxError(f"the environment answered {_shown(answer)}: return verl_bpo.sandbox.Observation(text, ...)")
+    reward, ends = (
+        _scalar(answer.reward),
+        {name: _scalar(getattr(answer, name)) for name in ("terminated", "truncated")},
+    )
+    if not isinstance(answer.text, str):
+        raise SandboxError(f"Observation.text is {_shown(answer.text)}: it must be a str")
+    if not isinstance(reward, int | float) or not isfinite(reward):
+        raise SandboxError(f"Observation.reward is {_shown(answer.reward)}: it must be a finite number")
+    for name, value in ends.items():
+        if not isinstance(value, bool):
+            raise SandboxError(f"Observation.{name} is {_shown(value)}: it must be True or False")
+    actions = answer.actions
+    if actions is not None:
+        if not isinstance(actions, list | tuple) or not all(isinstance(action, str) for action in actions):
+            raise SandboxError(f"Observation.actions is {_shown(actions)}: it must be a tuple of str, or None")
+        actions = tuple(actions)
+    if not isinstance(answer.info, Mapping):
+        raise SandboxError(f"Observation.info is {_shown(answer.info)}: it must be a dict")
+    info = {key: _scalar(value) for key, value in answer.info.items()}
+    return replace(answer, reward=float(reward), actions=actions, info=info, **ends)
+
+
+def _scalar(value: Any) -> Any:
+    """A number or flag of numpy's, or an array without dimensions, as Python's own."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def is_won(info: Mapping[str, Any], episode_return: float) -> bool:

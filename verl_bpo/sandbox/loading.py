@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from verl_bpo.sandbox.base import Backend, Environment
+from verl_bpo.sandbox.base import Backend, Environment, NoTaskCanWork
 
 
-class EnvironmentUnavailable(Exception):
+class EnvironmentUnavailable(NoTaskCanWork):
     """An environment, or what it is to run in, can't be used here; one line that says what to install or write."""
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot, SnapshotUnsupported
+from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot, SnapshotUnsupported, received
 from verl_bpo.sandbox.errors import from_exception, to_exception
 from verl_bpo.sandbox.loading import BACKENDS
 
@@ -67,7 +67,7 @@ class LocalWorker:
         else:
             sandbox = self._backend.sandbox()
             try:
-                observation = sandbox.reset(task, seed)
+                observation = received(sandbox.reset(task, seed))
                 if not self._backend.replays:
                     self._keep(sandbox, task, seed, observation)
             except BaseException:
@@ -77,7 +77,7 @@ class LocalWorker:
         return observation
 
     def step(self, key: int, action: str) -> Observation:
-        return self._objects[key].step(action)
+        return received(self._objects[key].step(action))
 
     def snapshot(self, key: int, snapshot_key: int) -> int | None:
         snapshot = self._objects[key].snapshot()

@@ -39,6 +39,8 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         "tree/entropy_at_branch": _mean(forest.score[scored & branching]),
         "tree/entropy_elsewhere": _mean(forest.score[scored & ~branching]),
         "tree/failed_branches": total("failed"),
+        "tree/lost_trees": float(sum(not any(tree.usable()) for tree in forest.trees.values())),
+        "tree/prompts_too_long": total("too_long"),
         "tree/recoveries": total("recoveries"),
         "tree/replayed_steps": total("replayed_steps"),
         "tree/unjudged": total("unjudged"),

@@ -16,7 +16,14 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from verl_bpo.sandbox.base import Observation, Sandbox, SandboxError, Snapshot, SnapshotUnsupported
+from verl_bpo.sandbox.base import (
+    NoTaskCanWork,
+    Observation,
+    PromptTooLong,
+    Sandbox,
+    SandboxError,
+    Snapshot,
+)
 from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation, Prompter
@@ -97,12 +104,12 @@ class TreeRollout:
         """Roll the tree.
 
         Returns:
-            The tree; trajectories lost to a sandbox failure end as ``failed``. ``tree.counters`` holds its costs.
+            The tree; trajectories lost to a sandbox failure, or to a first prompt that is too long, end as ``failed``.
+            ``tree.counters`` holds its costs.
 
         Raises:
-            SnapshotUnsupported: no tree of this environment can branch; the message says what to do.
-            ValueError: the prompt is longer than the limit.
-            Anything else but a SandboxError: the engine failed, not an environment.
+            NoTaskCanWork: no tree of this environment, or of this engine, can be rolled; the message says what to do.
+            Anything else but a SandboxError: this tree can't be rolled.
         """
         self.task, self.seed = task, seed
         try:
@@ -181,14 +188,25 @@ class TreeRollout:
             return
         conversation = self.prompter.first(observation)
         if len(conversation.ids) > self.max_prompt_tokens:
-            raise ValueError(
+            await self._refuse(
+                index,
+                sandbox,
                 f"the prompt has {len(conversation.ids)} tokens, more than data.max_prompt_length="
                 f"{self.max_prompt_tokens}: raise it, or shorten the prompt (bpo.prompt.list_actions, "
-                f"bpo.prompt.max_observation_tokens)"
+                f"bpo.prompt.max_observation_tokens)",
             )
+            return
         if not self.tree.prompt_ids:
             self.tree.prompt_ids = list(conversation.ids)
         await self._trajectory(index, sandbox, conversation, observation.actions, ROOT, 0)
+
+    async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
+        """Leave a task out whose first prompt doesn't fit."""
+        self._lost(index, PromptTooLong(f"task {self.task}: {reason}"))
+        self.counters["too_long"] += 1
+        self.budget.settle(0, 0, 0)
+        await self._call(sandbox.close)
+        self._open.discard(sandbox)
 
     async def _fork(self, point: _Point) -> None:
         """Sample K alternatives at ``point`` and roll each to its end."""
@@ -287,7 +305,7 @@ class TreeRollout:
                     break
                 self.tree.nodes[node].observation_ids = after.added
                 conversation, admissible = after, observation.actions
-        except SnapshotUnsupported:
+        except NoTaskCanWork:
             raise
         except SandboxError as error:
             self._lost(index, error)
