@@ -102,7 +102,8 @@ def test_a_prompt_file_whose_games_are_gone_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA", str(tmp_path))
     for split in SOME:
         write_prompts("alfworld", split, tmp_path / f"{split}.parquet")
-    arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh")
+    few = ["data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "bpo.updates_per_step=1"]
+    arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/alfworld/run_qwen2.5_1.5b.sh", few)
     report = dry_run(arguments, 80.0, REPOSITORY)
     assert report.missing == [] and render(report).splitlines()[-1] == "ready"
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "elsewhere"))
@@ -114,7 +115,8 @@ def test_a_shop_that_is_gone_or_another_one_is_named(monkeypatch, tmp_path):
     pytest.importorskip("thefuzz")
     rows = [{"env": "webshop", "task": "0"}, {"env": "webshop", "task": "all-human:0"}]
     for split, row in zip(("train", "test"), rows):
-        pandas.DataFrame({"extra_info": [row]}).to_parquet(tmp_path / f"{split}.parquet")
+        prompt = [{"role": "user", "content": row["task"]}]
+        pandas.DataFrame({"prompt": [prompt] * 64, "extra_info": [row] * 64}).to_parquet(tmp_path / f"{split}.parquet")
     monkeypatch.setenv("DATA", str(tmp_path))
     monkeypatch.setenv("WEBSHOP_DATA", str(tmp_path))
     arguments = recipe_arguments(f"{REPOSITORY}/recipes/bpo/webshop/run_qwen2.5_1.5b.sh")

@@ -23,15 +23,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_bpo.config
 from verl_bpo.commands.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.options import ConfigError
-from verl_bpo.sandbox.base import SandboxError
-from verl_bpo.sandbox.loading import load_environment
 
 CONFIG_FOLDER = Path(verl_bpo.config.__file__).parent
 OPEN = ("override_config", "engine_kwargs", "sampler_kwargs", "kwargs", "env_vars", "ray_init", "runtime_env")
@@ -85,7 +83,9 @@ def dry_run(arguments: Sequence[str], gpu_gib: float = 80.0, folder: Path | None
     report.problems += _validate(report)
     if report.bpo is None:
         return report
-    report.missing += _missing_data(report.config, report.bpo, folder)
+    from verl_bpo.integration.checks import missing_inputs
+
+    report.missing += missing_inputs(report.config, report.bpo, folder)
     _estimate(report, gpu_gib)
     return report
 
@@ -157,28 +157,6 @@ def _validate(report: Report) -> list[str]:
     except Exception as error:  # verl's checks raise anything from AssertionError to Hydra's own
         return [_one_line(error)]
     return []
-
-
-def _missing_data(config: DictConfig, bpo: BPOConfig, folder: Path) -> list[str]:
-    """Prompt files that aren't there, or whose first task isn't."""
-    import pandas
-
-    missing = []
-    for key in ("train_files", "val_files"):
-        files = config.data[key]
-        for name in files if isinstance(files, ListConfig) else [files]:
-            path = folder / Path(str(name)).expanduser()
-            if not path.is_file():
-                split = path.stem
-                missing.append(f"data.{key}: no {name}: verl-bpo make-data {bpo.env.name} {name} --split {split}")
-                continue
-            task = next(iter(pandas.read_parquet(path, columns=["extra_info"]).extra_info), None)
-            try:
-                if task is not None:
-                    load_environment(task.get("env") or bpo.env.name).check_task(task["task"], **bpo.env.kwargs)
-            except SandboxError as error:
-                missing.append(f"data.{key}: {name}: {error}")
-    return missing
 
 
 def _estimate(report: Report, gpu_gib: float) -> None:

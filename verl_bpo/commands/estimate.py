@@ -74,7 +74,7 @@ def model_shape(path: str) -> ModelShape | None:
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
         config = json.loads(file.read_text())
-        if config.get("model_type") not in ("qwen2", "llama"):
+        if config.get("model_type") not in ("qwen2", "llama") or "hidden_size" not in config:
             return None
         return ModelShape(
             config["hidden_size"],

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_bpo.advantages.estimator import ESTIMATORS, Estimator
 from verl_bpo.config.schema import BPOConfig, build, estimator_class, find_estimator
+from verl_bpo.integration.checks import check_numbers, missing_inputs, needs_platform
 from verl_bpo.integration.process import ERRORS, on_cpu
 from verl_bpo.integration.vllm import vllm_usable
 from verl_bpo.options import ConfigError, keys
@@ -48,9 +49,11 @@ def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(config: DictConfig, *args: Any, **kwargs: Any) -> Any:
         if asks_for_us(config):
             try:
-                prepare(config)
+                bpo = prepare(config)
             except ConfigError as error:
                 raise SystemExit(f"verl_bpo: {error}") from None
+            if wrong := missing_inputs(config, bpo, Path.cwd()):
+                raise SystemExit("\n".join(f"verl_bpo: {line}" for line in wrong))
         return validate(config, *args, **kwargs)
 
     return wrapped
@@ -67,6 +70,9 @@ def prepare(config: DictConfig, cpu: bool | None = None) -> BPOConfig:
     """
     if ERRORS:
         raise ConfigError(f"the plugin did not register completely: {ERRORS[0]} (see verl-bpo doctor)")
+    if advice := needs_platform():
+        raise ConfigError(advice)
+    check_numbers(config)
     user = OmegaConf.to_container(config.bpo, resolve=True) if config.get("bpo") else {}
     kind, cpu = estimator_class(config.algorithm.adv_estimator), on_cpu() if cpu is None else cpu
     needs = kind.NEEDS if kind else frozenset()

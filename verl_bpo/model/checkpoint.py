@@ -21,9 +21,7 @@ def find_model(path: str | Path) -> Path:
         FileNotFoundError: there is neither.
     """
     folder = Path(path).expanduser()
-    latest = folder / "latest_checkpointed_iteration.txt"
-    if latest.is_file():
-        folder = folder / f"global_step_{latest.read_text().strip()}"
+    folder = latest_step(folder) or folder
     if (folder / "actor").is_dir():
         folder = folder / "actor"
     if _has_weights(folder / "huggingface"):
@@ -33,6 +31,12 @@ def find_model(path: str | Path) -> Path:
     raise FileNotFoundError(
         f"{path} holds no model: give a Hugging Face folder, or a checkpoint of verl (global_step_N or the folder of them)"
     )
+
+
+def latest_step(folder: Path) -> Path | None:
+    """``global_step_N`` of the latest checkpoint in a folder of them; None where it is no such folder."""
+    latest = folder / "latest_checkpointed_iteration.txt"
+    return folder / f"global_step_{latest.read_text().strip()}" if latest.is_file() else None
 
 
 def run_config(path: str | Path) -> Path | None:
@@ -110,8 +114,13 @@ def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _has_weights(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and find_weights(folder)
+
+
+def find_weights(folder: Path) -> bool:
+    """Whether a folder holds weights in Hugging Face's files."""
     names = [f.name for pattern in WEIGHTS for f in folder.glob(pattern)]
-    return (folder / "config.json").is_file() and any(name != "value_readout.safetensors" for name in names)
+    return any(name != "value_readout.safetensors" for name in names)
 
 
 def weights_digest(folder: Path) -> str:
