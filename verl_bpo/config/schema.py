@@ -215,11 +215,13 @@ class BPOConfig(Options):
             )
         return self
 
+    @property
+    def trunk_is_sibling(self) -> bool:
+        """Whether a trunk's return stands in its forks' baselines."""
+        return {"always": True, "auto": self.branch.state_only, "never": False}[self.advantage.trunk_in_siblings]
+
     def _check_branching(self) -> None:
-        mixes_trunk = self.advantage.trunk_in_siblings == "always" or (
-            self.advantage.trunk_in_siblings == "auto" and self.branch.state_only
-        )
-        if self.branch.forks == 1 and not mixes_trunk:
+        if self.branch.forks == 1 and not self.trunk_is_sibling:
             raise ConfigError(
                 f"bpo.branch.forks=1 leaves a fork without a sibling to compare with, since selector "
                 f"{self.branch.selector.NAME} with entropy_tokens={self.branch.entropy_tokens} keeps the trunk out of the "

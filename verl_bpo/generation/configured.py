@@ -23,4 +23,11 @@ def configured_rollout(config: BPOConfig, *, lesson: float | None = None, **part
         branch = branch.model_copy(update={"selector": branch.selector.knowing(lesson)})
     limits, env = config.budget, config.env
     budget = Budget(limits.unit, limits.limit, env.max_turns, env.max_action_tokens)
-    return TreeRollout(world=None, branch=branch, budget=budget, fill=limits.fill == "root", **parts)
+    return TreeRollout(
+        world=None,
+        branch=branch,
+        budget=budget,
+        fill=limits.fill == "root",
+        least_forks=1 if config.trunk_is_sibling else 2,
+        **parts,
+    )

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from zlib import crc32
 
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.generation.configured import configured_rollout
@@ -16,6 +15,7 @@ from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.model.support import longest_sequence
 from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.rollout import Generation
 from verl_bpo.tree.topology import Failure, Tree
 
@@ -82,7 +82,7 @@ class LocalRollouts:
             prompter=self.prompter,
             max_prompt_tokens=self.play.max_prompt_tokens,
             max_response_tokens=self.play.max_response_tokens,
-            chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
+            chance=lambda place: drawn(self.seed, f"{identity}/{place}/branch") / 2**32,
         )
         async with self.slots:
             try:
@@ -94,15 +94,12 @@ class LocalRollouts:
             finally:
                 await self._call(rollout.world.close)
 
-    def _hash(self, place: str) -> int:
-        return crc32(f"{self.seed}/{place}".encode())
-
     def _generator(self, identity: str):
         async def generate(prompt_ids: list[int], max_tokens: int, place: str) -> Generation:
             params = SamplingParams(
                 max_tokens=max_tokens,
                 stop_token_ids=self.stops,
-                seed=self._hash(f"{identity}/{place}"),
+                seed=drawn(self.seed, f"{identity}/{place}"),
                 **self.play.sampling,
             )
             # The batcher's thread hands out a future of its own, so this waits for two in turn.

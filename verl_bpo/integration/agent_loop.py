@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
-from zlib import crc32
 
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
@@ -23,6 +22,7 @@ from verl_bpo.generation.prompts import Task
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
+from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.record import TreeRecord, dump_tree
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import BRANCH_LESSON, LOST, Row, RowSpans, tree_rows
@@ -120,7 +120,7 @@ class TreeAgentLoop(AgentLoopBase):
 
     def _hash(self, place: str) -> int:
         """A number below 2**32: always the same one for a place where ``bpo.seed`` is set, else a random one."""
-        return random.getrandbits(32) if self.bpo.seed is None else crc32(f"{self.bpo.seed}/{place}".encode())
+        return random.getrandbits(32) if self.bpo.seed is None else drawn(self.bpo.seed, place)
 
     def _generator(self, sampling_params: dict[str, Any], identity: str):
         request_id = uuid4().hex  # one id per tree keeps its branches on one replica, where their prefix is cached

@@ -1,7 +1,9 @@
 """Rolling one tree: sandboxes, generation and branching, asynchronously. No verl, no Ray.
 
-The trunk goes on while its forks run. Every sandbox is closed whatever happens; a sandbox that crashes, hangs or lies
-loses its own branch and is counted.
+The trunk goes on while its forks run. Trajectories have the budget in the order of their numbers, whichever runs faster:
+only the first that still runs may branch, those behind it keep the points that they chose until it is their turn. So the
+same actions in the same places give the same tree. Every sandbox is closed whatever happens; a sandbox that crashes, hangs
+or lies loses its own branch and is counted.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -85,6 +87,8 @@ class TreeRollout:
     max_response_tokens: int
     fill: bool = True
     """Whether what branching leaves over goes to further root samples."""
+    least_forks: int = 2
+    """Fewest forks of one branch point: 2 where the trunk is no sibling to compare a lone one with."""
     chance: Callable[[str], float] = lambda place: random.random()
     """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
 
@@ -94,6 +98,12 @@ class TreeRollout:
         self.points: list[_Point] = []
         """Those that a ranking selector may still choose."""
         self.nesting: dict[int, int] = {}
+        self._first = 0
+        """Number of the first trajectory that still runs, the only one that may branch now."""
+        self._chosen: dict[int, list[_Point]] = defaultdict(list)
+        """By trajectory: points to fork once it is the first."""
+        self._ended: dict[int, tuple[int, int, int]] = {}
+        """By trajectory: what to settle of it once it is the first."""
         self.versions: set[int] = set()
         self._open: set[Sandbox] = set()
         self._snapshots: list[Snapshot] = []
@@ -113,7 +123,7 @@ class TreeRollout:
         """
         self.task, self.seed = task, seed
         try:
-            await self._all([self._root() for _ in range(self._claim(self.branch.root_samples, 0))])
+            await self._roots(self._claim(self.branch.root_samples, 0))
             if isinstance(self.branch.selector, Ranking):
                 await self._fork_ranked()
             await self._fill()
@@ -139,9 +149,30 @@ class TreeRollout:
             self.budget.reserve(depth)
         return granted
 
-    def _affords(self, depth: int) -> bool:
-        """Whether enough forks fit to compare them with each other."""
-        return self.budget.affordable(depth) >= min(2, self.branch.forks)
+    def _group(self, depth: int) -> int:
+        """How many forks a point there may have now; 0 where too few fit to be compared."""
+        fits = min(self.branch.forks, self.budget.affordable(depth))
+        return fits if fits >= min(self.least_forks, self.branch.forks) else 0
+
+    def _may_fork(self, index: int, depth: int) -> bool:
+        """Whether a point of this trajectory may be forked, now or when it is its turn."""
+        waits = index != self._first and self.budget.unit != "leaves"  # of which there are never more later
+        return waits or self._group(depth) > 0
+
+    def _ends(self, index: int, depth: int, env_steps: int, tokens: int) -> None:
+        """A trajectory that was reserved at ``depth`` has ended after this many steps and tokens of its own."""
+        self._ended[index] = depth, env_steps, tokens
+        self._in_turn()
+
+    def _in_turn(self) -> None:
+        """Fork and settle what had to wait for its turn."""
+        while True:
+            for point in self._chosen.pop(self._first, []):
+                self._branch(point)
+            if self._first not in self._ended:
+                return
+            self.budget.settle(*self._ended.pop(self._first))
+            self._first += 1
 
     async def _fork_ranked(self) -> None:
         """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
@@ -150,7 +181,7 @@ class TreeRollout:
             points = {
                 p.seen.node: p
                 for p in self.points
-                if trajectories[p.seen.trajectory].usable and self._affords(p.seen.depth)
+                if trajectories[p.seen.trajectory].usable and self._group(p.seen.depth)
             }
             seen = [
                 replace(p.seen, success=self.tree.trajectory_return(trajectories[p.seen.trajectory]) > 0)
@@ -160,7 +191,8 @@ class TreeRollout:
             if best is None:
                 return
             self.points.remove(points[best.node])
-            await self._all([self._fork(points[best.node])])
+            self._branch(points[best.node])
+            await self._finish()
 
     async def _fill(self) -> None:
         """What branching left over goes to further root samples."""
@@ -169,22 +201,27 @@ class TreeRollout:
         while self.fill and (count := self._claim(self.budget.limit, 0)):
             self.counters["filled_roots"] += count
             before = self.budget.spent
-            await self._all([self._root() for _ in range(count)])
+            await self._roots(count)
             if self.budget.spent == before:
                 return
 
     # --- trajectories -----------------------------------------------------------------------------------------------
 
-    async def _root(self) -> None:
-        index = self.tree.add_trajectory(ROOT)
-        self.nesting[index] = 0
+    async def _roots(self, count: int) -> None:
+        """Roll ``count`` trajectories from the initial state, and whatever branches off them."""
+        for index in [self.tree.add_trajectory(ROOT) for _ in range(count)]:
+            self.nesting[index] = 0
+            self._spawn(self._root(index))
+        await self._finish()
+
+    async def _root(self, index: int) -> None:
         try:
             started = time.perf_counter()
             sandbox, observation = await self._call(self._open_root)
             self.counters["reset_seconds"] += time.perf_counter() - started
         except SandboxError as error:
             self._lost(index, error)
-            self.budget.settle(0, 0, 0)
+            self._ends(index, 0, 0, 0)
             return
         conversation = self.prompter.first(observation)
         if len(conversation.ids) > self.max_prompt_tokens:
@@ -204,37 +241,40 @@ class TreeRollout:
         """Leave a task out whose first prompt doesn't fit."""
         self._lost(index, PromptTooLong(f"task {self.task}: {reason}"))
         self.counters["too_long"] += 1
-        self.budget.settle(0, 0, 0)
+        self._ends(index, 0, 0, 0)
         await self._call(sandbox.close)
         self._open.discard(sandbox)
 
-    async def _fork(self, point: _Point) -> None:
-        """Sample K alternatives at ``point`` and roll each to its end."""
-        count = self._claim(self.branch.forks, point.seen.depth)
+    def _branch(self, point: _Point) -> None:
+        """Claim what forks of ``point`` fit and let them start."""
+        count = self._claim(self._group(point.seen.depth), point.seen.depth)
         if count == 0:
             return
         parent = self.tree.nodes[point.seen.node].parent
         self.tree.trunk_exchangeable[parent] = self.branch.state_only
         indices = [self.tree.add_trajectory(parent) for _ in range(count)]
-        nesting = self.nesting[point.seen.trajectory] + 1
+        for index in indices:
+            self.nesting[index] = self.nesting[point.seen.trajectory] + 1
+        self._spawn(self._fork(point, indices))
+
+    async def _fork(self, point: _Point, indices: list[int]) -> None:
+        """Sample an alternative at ``point`` for each of the trajectories ``indices``, and roll them to their ends."""
+        parent = self.tree.trajectories[indices[0]].parent
         started = time.perf_counter()
         try:
-            sandboxes = await self._call(self._open_forks, point, count)
+            sandboxes = await self._call(self._open_forks, point, len(indices))
         except SandboxError as error:
-            sandboxes = [error] * count
+            sandboxes = [error] * len(indices)
         self.counters["fork_seconds"] += time.perf_counter() - started
-        self.counters["forks"] += count
-        jobs = []
+        self.counters["forks"] += len(indices)
         for index, sandbox in zip(indices, sandboxes):
-            self.nesting[index] = nesting
             if isinstance(sandbox, Exception):
                 self._lost(index, sandbox)
-                self.budget.settle(point.seen.depth, 0, 0)
+                self._ends(index, point.seen.depth, 0, 0)
                 continue
-            jobs.append(
+            self._spawn(
                 self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.seen.depth)
             )
-        await self._all(jobs)
 
     async def _trajectory(
         self,
@@ -247,7 +287,6 @@ class TreeRollout:
     ) -> None:
         """Turn after turn to the end of the episode."""
         start_depth, start_steps, tokens, idle = depth, sandbox.env_steps, 0, 0
-        forks: list[asyncio.Task] = []
         trajectory = self.tree.trajectories[index]
         try:
             while True:
@@ -260,8 +299,9 @@ class TreeRollout:
                 action, valid = self.prompter.parse(text, admissible)
                 seen = self._look(index, depth, sampled, admissible)
                 point, chosen = None, False
-                if depth >= 1 and self.nesting[index] < self.branch.depth:
-                    chosen = self._chooses(seen) and self._affords(depth)
+                # A fork's first turn stands in the state that it was forked at, a root sample's in the initial one.
+                if depth > start_depth and self.nesting[index] < self.branch.depth:
+                    chosen = self._chooses(seen) and self._may_fork(index, depth)
                     if chosen or isinstance(self.branch.selector, Ranking):
                         point = await self._snapshot(sandbox, seen, conversation, admissible)
                 if action is None:
@@ -295,7 +335,8 @@ class TreeRollout:
                 if point is not None:
                     point.seen = replace(seen, node=node)
                     if chosen:
-                        forks.append(self._spawn(self._fork(point)))
+                        self._chosen[index].append(point)
+                        self._in_turn()
                     else:
                         self.points.append(point)
                 parent = node
@@ -312,11 +353,9 @@ class TreeRollout:
         finally:
             steps = sandbox.env_steps - start_steps + idle
             self.counters["env_steps"] += steps
-            self.budget.settle(start_depth, steps, tokens)
             await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up
             self._open.discard(sandbox)
-        if forks:
-            await asyncio.gather(*forks)
+        self._ends(index, start_depth, steps, tokens)
 
     async def _snapshot(self, sandbox, seen, conversation, admissible) -> _Point:
         started = time.perf_counter()
@@ -385,15 +424,20 @@ class TreeRollout:
         call.add_done_callback(self._calls.discard)
         return await asyncio.wrap_future(call)
 
-    def _spawn(self, job: Awaitable) -> asyncio.Task:
-        task = asyncio.ensure_future(job)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _spawn(self, job: Coroutine) -> None:
+        self._tasks.add(asyncio.ensure_future(job))
 
-    async def _all(self, jobs: list[Awaitable]) -> None:
-        if jobs:
-            await asyncio.gather(*[self._spawn(job) for job in jobs])
+    async def _finish(self) -> None:
+        """Wait for all that runs, and for what that starts.
+
+        Raises:
+            Exception: what the first of them failed with.
+        """
+        while self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._tasks -= done
+            for task in done:
+                task.result()
 
     async def _cleanup(self) -> None:
         for task in list(self._tasks):
