@@ -69,7 +69,7 @@ def test_a_group_computed_by_hand():
     assert found.weight == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6, 1 / 2])
     tree.trunk_exchangeable[0] = False
     (found,) = slow_advantages([("p", tree)])
-    assert found.advantage == [1.0, 0.75, -0.5, 0.5, -1.0]
+    assert found.advantage == [1.0, 1.0, -0.5, 0.5, -1.0]
 
 
 def test_the_slow_definition_shares_no_code_with_the_estimator():

@@ -95,13 +95,16 @@ def sibling_advantages(
     segments. An only child continues its parent's segment and has its advantage if it belongs to the same trajectory;
     otherwise (a lone fork or root sample) it is not valid. *Fair* siblings are those that may stand in a baseline.
 
+    A trunk that isn't fair, since choosing the branch point looked at what it did there or led to, is not compared with its
+    forks: it continues its parent's segment, so that its baseline doesn't depend on its action. Only where that segment
+    has no baseline it takes the forks' mean, and is biased; nothing else would train it.
+
     Args:
         forest: the turns.
         baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all n fair
-            siblings, which shrinks the advantage by (n-1)/n. A sibling that isn't fair itself has the fair ones' mean
-            in both. Without any other fair sibling it is not valid, in any. ``shrunk`` [ours]: a mean over few siblings
-            is a noisy estimate of V(s_b), and where prefixes explain little of the return, other branches know as much
-            about it. With m the mean that ``loo`` takes, over k siblings, the baseline is
+            siblings, which shrinks the advantage by (n-1)/n. Without any other fair sibling it is not valid, in any.
+            ``shrunk`` [ours]: a mean over few siblings is a noisy estimate of V(s_b), and where prefixes explain little
+            of the return, other branches know as much about it. With m the mean that ``loo`` takes, over k siblings, the baseline is
 
                 b = w m + (1 - w) b_above,    w = p / (p + s),    p = rho + u_above,    s = (1 - rho) / k,    u = w s
 
@@ -115,8 +118,8 @@ def sibling_advantages(
             where it forked, have its return minus the mean over the other usable rollouts of its prompt, as if each had
             started in the initial state. That is biased on trees, since forks of a turn stand in its baseline; without
             forks it is ``loo``.
-        normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of all siblings' returns of the group,
-            fair or not. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
+        normalize: ``sibling_std`` divides by the sample standard deviation (n-1) of the returns that are compared in the
+            group. ``batch_std`` divides by that of all valid turns' advantages, each turn counted once, without
             centring. Where that standard deviation is 0 nothing is divided (among equal returns the advantage is 0).
             Neither is unbiased.
         center: [ours] subtract the mean over all valid turns (weighted by ``weighting``), after ``normalize``. Where failed
@@ -136,10 +139,8 @@ def sibling_advantages(
             choosing the branch point, this shifts the advantages of all its forks by one constant. ``never``: the
             exchangeable, but no trunk.
 
-    Among fair siblings E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b). With ``auto`` this also holds for forks of a trunk
-    that isn't a fair draw, and for that trunk if choosing the branch point looked at its action there but no further.
-    The policy gradient is biased in that case under every option: whether the trunk's turn has an old or a new baseline
-    then depends on its action.
+    Among fair siblings E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b); with ``auto`` also for forks of a trunk that isn't a fair
+    draw. What such a choice leaves biased is how often each state is trained, not the direction at a state.
 
     Raises:
         ValueError: an option has an unknown value.
@@ -172,8 +173,11 @@ def sibling_advantages(
     if leaf_return == "tree_mean":
         returns = _tree_means(forest, leaf, point, usable, exchangeable, siblings)
 
-    # From here on: members m of the G groups of two or more siblings.
-    member = (usable & (siblings > 1)).nonzero().squeeze(1)
+    keeps = _keeps_its_baseline(forest, usable & trunk & ~exchangeable, usable & (siblings > 1), fair, point)
+    peers = siblings - _sum_by(point, keeps)[point]
+
+    # From here on: members m of the G groups of two or more siblings that are compared with each other.
+    member = (usable & ~keeps & (peers > 1)).nonzero().squeeze(1)
     _, group = point[member].unique(return_inverse=True)
     n = group.bincount()
     r, in_baseline = returns[member], fair[member].to(returns.dtype)
@@ -191,7 +195,7 @@ def sibling_advantages(
     else:
         advantage_m = deviation - (total - in_baseline * deviation) / others.clamp(min=1)
     # A segment has what its first turn has.
-    head = _segment_head(forest, trunk & (siblings <= 1))
+    head = _segment_head(forest, trunk & ((siblings <= 1) | keeps))
     explained = _prefix_explained_share(leaf, point, forest.prompt, usable & ~trunk)
     if baseline == "shrunk":
         advantage_m = advantage_m + _shrinkage(forest, head, member, r, advantage_m, others, explained)
@@ -312,6 +316,15 @@ def _tree_means(
     for turns in reversed(level.argsort().split(level.bincount().tolist())[2:]):
         means.index_add_(0, forest.parent[turns], share[turns] * means[turns])
     return means
+
+
+def _keeps_its_baseline(forest: Forest, unfair: Tensor, compared: Tensor, fair: Tensor, point: Tensor) -> Tensor:
+    """[N]: trunks that aren't fair and whose trajectory has a baseline from above the branch point."""
+    has_baseline = (compared & (_sum_by(point, fair)[point] > fair.long())).nonzero().squeeze(1)
+    turn = torch.arange(point.numel(), device=point.device)
+    first = torch.full_like(forest.usable, point.numel(), dtype=torch.long)
+    first = first.scatter_reduce(0, forest.trajectory[has_baseline], turn[has_baseline], "amin")
+    return unfair & (first[forest.trajectory] < turn)
 
 
 def _segment_head(forest: Forest, continues: Tensor) -> Tensor:

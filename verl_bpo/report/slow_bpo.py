@@ -33,13 +33,20 @@ class _Turn:
     fair: bool = False
     value: float = 0.0
     """Its return as a sibling."""
+    keeps: bool = False
+    """A trunk that isn't fair and keeps the baseline that it has from above."""
     head: _Turn | None = None
     """First turn of its segment."""
 
     @property
+    def peers(self) -> list[_Turn]:
+        """The siblings that are compared with each other."""
+        return [turn for turn in self.siblings if not turn.keeps]
+
+    @property
     def others(self) -> list[_Turn]:
         """The fair siblings that it can be compared with."""
-        if not self.usable or len(self.siblings) < 2:
+        if not self.usable or self.keeps or len(self.peers) < 2:
             return []
         return [turn for turn in self.siblings if turn.fair and turn is not self]
 
@@ -78,8 +85,12 @@ def slow_advantages(
         turn.siblings = groups[turn.point]
         turn.exchangeable = turn.exchangeable or trunk_in_siblings == "always"
         turn.fair = turn.usable and turn.exchangeable and not (trunk_in_siblings == "never" and turn.trunk)
-        # An only child of the same trajectory continues its parent's segment; any other turn begins one.
-        turn.head = turn.parent.head if turn.trunk and len(turn.siblings) < 2 else turn
+    for turn in turns:
+        turn.keeps = turn.usable and turn.trunk and not turn.exchangeable and _has_baseline_above(turn)
+    for turn in turns:  # parents first
+        # An only child of the same trajectory continues its parent's segment, as does a trunk that keeps its baseline; any
+        # other turn begins one.
+        turn.head = turn.parent.head if turn.trunk and (len(turn.siblings) < 2 or turn.keeps) else turn
     for turn in reversed(turns):  # children first
         turn.value = _tree_mean(turn) if leaf_return == "tree_mean" else turn.leaf_return
 
@@ -89,7 +100,7 @@ def slow_advantages(
         below = {turn: _mean_of_siblings(turn, baseline) for turn in turns if turn.others}
     raw = {turn: turn.value - b for turn, b in below.items() if turn.others}
     valid = [turn for turn in turns if turn.head in raw]
-    final = {head: a / _spread(head.siblings) if normalize == "sibling_std" else a for head, a in raw.items()}
+    final = {head: a / _spread(head.peers) if normalize == "sibling_std" else a for head, a in raw.items()}
     if normalize == "batch_std":
         std = _deviation([raw[turn.head] for turn in valid])
         final = {head: a / std for head, a in final.items()}
@@ -130,6 +141,15 @@ def _turns(number: int, prompt: str, tree: Tree, whole: bool) -> list[_Turn]:
     return out
 
 
+def _has_baseline_above(turn: _Turn) -> bool:
+    """Whether an earlier turn of its trajectory has fair siblings to be compared with."""
+    while turn.trunk:
+        turn = turn.parent
+        if turn.usable and any(other.fair and other is not turn for other in turn.siblings):
+            return True
+    return False
+
+
 def _tree_mean(turn: _Turn) -> float:
     """Mean over the usable children, whose values are known; of the trunk alone where a child is no fair draw."""
     below = [child for child in turn.children if child.usable]
@@ -143,7 +163,7 @@ def _tree_mean(turn: _Turn) -> float:
 
 def _mean_of_siblings(turn: _Turn, baseline: str) -> float:
     """Mean return of the fair siblings, its own among them with ``mean`` alone."""
-    if _all_the_same([s.value for s in turn.siblings]):
+    if _all_the_same([s.value for s in turn.peers]):
         return turn.value
     own = [turn] if baseline == "mean" and turn.fair else []
     return _mean([sibling.value for sibling in turn.others + own])
