@@ -104,7 +104,7 @@ def sibling_advantages(
         baseline: of sibling i. ``loo``: mean return of the other fair siblings, unbiased. ``mean``: of all n fair
             siblings, which shrinks the advantage by (n-1)/n. Without any other fair sibling it is not valid, in any.
             ``shrunk`` [ours]: a mean over few siblings is a noisy estimate of V(s_b), and where prefixes explain little
-            of the return, other branches know as much about it. With m the mean that ``loo`` takes, over k siblings, the baseline is
+            of the return, other branches know as much about it. With m the mean that ``loo`` takes, over k siblings, it is
 
                 b = w m + (1 - w) b_above,    w = p / (p + s),    p = rho + u_above,    s = (1 - rho) / k,    u = w s
 
