@@ -22,7 +22,7 @@ from textworld.envs.pddl import logic as pddl_logic
 from textworld.envs.pddl import pddl, textgen
 
 from verl_bpo.envs.alfworld import fast_pddl
-from verl_bpo.envs.alfworld.environment import TASK_TYPES, AlfworldEnvironment
+from verl_bpo.envs.alfworld.environment import TASK_TYPES, AlfworldEnvironment, _is_playable, _task_type
 from verl_bpo.sandbox.base import SandboxError, TaskError
 
 GOAL = "put a clean apple in fridge"
@@ -404,3 +404,17 @@ def test_other_users_of_textworld_are_unaffected(environment, game):
             f for name, f in vars(module).items() if isinstance(f, types.FunctionType) and name[:6] == "_parse"
         ]
         assert all(f.__module__ == module.__name__ for f in functions)
+
+
+def test_only_a_games_own_folders_say_what_kind_it_is():
+    """The folders above are the user's, whatever they are called."""
+    game = Path("/data/pick_and_place/immovable/look_at_obj_in_light-Mug-None-DeskLamp-1/trial_1/game.tw-pddl")
+    assert _task_type(game) == "look_at_obj_in_light"
+    assert _task_type(Path("/data/pick_and_place/mine/trial_1/game.tw-pddl")) is None
+
+
+def test_games_below_a_folder_with_an_unlucky_name_are_playable(tmp_path):
+    game = tmp_path / "immovable/pick_and_place-1/trial_1/game.tw-pddl"
+    game.parent.mkdir(parents=True)
+    game.write_text('{"solvable": true}')
+    assert _is_playable(game)

@@ -50,7 +50,7 @@ def main() -> int:
     try:
         command, arguments = parse(sys.argv[1:])
         return command.main(arguments)
-    except (ConfigError, EnvironmentUnavailable, SandboxError, FileNotFoundError, ValueError, ImportError) as error:
+    except (ConfigError, EnvironmentUnavailable, SandboxError, OSError, ValueError, ImportError) as error:
         print(f"verl-bpo {sys.argv[1]}: {error}", file=sys.stderr)
         return 1
 

@@ -127,6 +127,13 @@ def _adapter(module: Any) -> None:
     module._ROLLOUT_REGISTRY[("hf", "async")] = "verl_bpo.integration.replica.ServerAdapter"
 
 
+@_hook("verl.utils.tracking", "log files of resumed runs")
+def _tracking(module: Any) -> None:
+    from verl_bpo.integration.tracking import keep_log
+
+    keep_log(module)
+
+
 @_hook("verl.utils.distributed", "process group on cpu")
 def _process_group(module: Any) -> None:
     if on_cpu():

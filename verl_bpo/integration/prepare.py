@@ -378,7 +378,11 @@ def cpu_defaults(config: DictConfig) -> list[str]:
             wanted[f"{VLLM_KWARGS}.block_size"] = 32  # vLLM's own 128 tokens reuse little of short prompts
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             _environment(config, "VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM would take half of the memory
-    if not config.ray_kwargs.ray_init.get("num_cpus"):
+    if os.environ.get("RAY_ADDRESS"):  # a running cluster has what it was started with, and takes no numbers
+        wanted = {key: value for key, value in wanted.items() if not key.startswith("ray_kwargs.ray_init.")}
+        for name in ("VERL_PLATFORM", "VERL_ENGINE_DEVICE"):
+            _environment(config, name, os.environ[name])
+    elif not config.ray_kwargs.ray_init.get("num_cpus"):
         wanted["ray_kwargs.ray_init.num_cpus"] = 16  # logical: verl's ~15 actors mostly wait for each other
     for role, engine in (
         ("actor_rollout_ref.actor", "fsdp_config"),

@@ -27,6 +27,7 @@ from verl_bpo.config.schema import RunError, build, find_estimator
 from verl_bpo.integration.losses import policy_loss
 from verl_bpo.integration.queue_rows import plain_list, session_of
 from verl_bpo.integration.stock_advantages import joined_advantage
+from verl_bpo.integration.tracking import go_on_after
 from verl_bpo.integration.updates import FixedUpdates
 from verl_bpo.model.checkpoint import CONFIG_FILE
 from verl_bpo.tree.forest import Forest
@@ -101,6 +102,7 @@ class TreeTrainer(FixedUpdates):
     def fit(self, agent_loop_manager: Any) -> None:
         if self.bpo.dump_dir is not None and not self.config.trainer.get("val_only", False):
             set_aside(self.bpo.dump_dir, after=self.global_steps)
+        go_on_after(self.global_steps)
         super().fit(agent_loop_manager)
 
     def on_step_begin(self) -> None:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 CONFIG_FILE = "config.yaml"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+NO_WEIGHTS = ("value_readout.safetensors", "adapter_model.safetensors")
+"""Files of that form which hold no whole model."""
+ADAPTER_FILE = "lora_train_meta.json"
+OTHER_KINDS = {
+    "adapter_config.json": "an adapter alone: merge it into its model first, with merge_and_unload of peft",
+    "dist_ckpt": (
+        "a checkpoint of verl's Megatron engine: merge it first with python -m verl.model_merger merge --backend megatron "
+        "--local_dir {folder} --target_dir FOLDER"
+    ),
+}
+"""What else a folder may hold, by a file that is in it, and what to do."""
 
 
 def find_model(path: str | Path) -> Path:
@@ -28,6 +40,9 @@ def find_model(path: str | Path) -> Path:
         return folder / "huggingface"
     if _has_weights(folder) or (folder / "fsdp_config.json").is_file():
         return folder
+    for file, kind in OTHER_KINDS.items():
+        if (folder / file).exists():
+            raise FileNotFoundError(f"{path} holds {kind.format(folder=folder)}")
     raise FileNotFoundError(
         f"{path} holds no model: give a Hugging Face folder, or a checkpoint of verl (global_step_N or the folder of them)"
     )
@@ -71,12 +86,37 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[An
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(source)
-    found = model.load_state_dict(merged_shards(folder), strict=False)
+    try:
+        found = model.load_state_dict(_without_adapter(merged_shards(folder), folder), strict=False)
+    except (RuntimeError, EOFError, UnpicklingError) as error:  # torch's, of cut files and of other shapes
+        raise ValueError(f"the weights in {folder} can't be loaded: {' '.join(str(error).split())[:300]}") from None
     missing = set(found.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or ())
     if missing or found.unexpected_keys:
         wrong = ", ".join(sorted(missing | set(found.unexpected_keys))[:4])
         raise ValueError(f"the weights in {folder} don't fit the model in {source}: {wrong}")
     return model, AutoTokenizer.from_pretrained(source)
+
+
+def _without_adapter(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """Weights with a LoRA adapter added into them, under the names of the plain model.
+
+    Raises:
+        ValueError: there is an adapter, and nothing says how it is scaled.
+    """
+    down, up, base = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"
+    adapted = [name.removesuffix(down) for name in state if name.endswith(down)]
+    if not adapted:
+        return state
+    if not (folder / ADAPTER_FILE).is_file():
+        raise ValueError(f"{folder} holds a LoRA adapter and no {ADAPTER_FILE}, which has its scale: copy it there")
+    scale = json.loads((folder / ADAPTER_FILE).read_text())
+    plain = {name.replace(base, ""): tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name in adapted:
+        change = state[name + up].float() @ state[name + down].float() * (scale["lora_alpha"] / scale["r"])
+        if f"{name}.weight" not in plain:
+            raise ValueError(f"{folder} holds a LoRA adapter without its model: merge it into its model first")
+        plain[f"{name}.weight"] = plain[f"{name}.weight"].float() + change
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in plain.items()}
 
 
 def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
@@ -120,7 +160,7 @@ def _has_weights(folder: Path) -> bool:
 def find_weights(folder: Path) -> bool:
     """Whether a folder holds weights in Hugging Face's files."""
     names = [f.name for pattern in WEIGHTS for f in folder.glob(pattern)]
-    return any(name != "value_readout.safetensors" for name in names)
+    return any(name not in NO_WEIGHTS for name in names)
 
 
 def weights_digest(folder: Path) -> str:

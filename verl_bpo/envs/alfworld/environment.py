@@ -205,7 +205,7 @@ def _split_folder(base: Path, split: str) -> Path:
 
 def _is_playable(path: Path) -> bool:
     # Movable receptacles and slicing aren't supported by the text games (AlfredTWEnv.collect_game_files).
-    if "movable" in str(path) or "Sliced" in str(path):
+    if any("movable" in name or "Sliced" in name for name in _own_folders(path)):
         return False
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("solvable") is True
@@ -215,10 +215,15 @@ def _is_playable(path: Path) -> bool:
 
 def _task_type(path: Path) -> str | None:
     try:
-        declared = json.loads(path.with_name("traj_data.json").read_text(encoding="utf-8"))["task_type"]
-    except (OSError, ValueError, KeyError):
-        declared = str(path)
-    return next((name for name in TASK_TYPES if name in declared), None)
+        declared = [json.loads(path.with_name("traj_data.json").read_text(encoding="utf-8"))["task_type"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        declared = _own_folders(path)
+    return next((name for name in TASK_TYPES for text in declared if str(text).startswith(name)), None)
+
+
+def _own_folders(path: Path) -> tuple[str, ...]:
+    """The folders that ALFWorld names after a game: its task's and its trial's. Those above are the user's."""
+    return path.parts[-3:-1]
 
 
 def _spellings(command: str) -> list[str]:
