@@ -44,7 +44,7 @@ def test_an_engine_that_leaves_out_log_probs_is_refused(logprobs):
 def test_entropies_are_needed_only_where_branching_goes_by_them():
     output = TokenOutput(token_ids=[1, 2], log_probs=[-0.5, -1.0], extra_fields={})
     assert sample(output, branch={"selector": "every"}).entropy == []
-    with pytest.raises(NoTaskCanWork, match="bpo.branch.selector=threshold needs the entropy"):
+    with pytest.raises(NoTaskCanWork, match="bpo.branch.selector=most_uncertain needs the entropy"):
         sample(output)
 
 

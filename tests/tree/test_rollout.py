@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from verl_bpo.config.schema import build
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot, SnapshotUnsupported
 from verl_bpo.tree.budget import Budget
+from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import tree_metrics
 from verl_bpo.tree.prompting import Conversation
@@ -110,7 +112,7 @@ class ScriptedPolicy:
         )  # fmt: skip
 
 
-def roll(policy, world, preset="paper", turns=5, response=100, **user):
+def roll(policy, world, preset="paper_threshold", turns=5, response=100, **user):
     config = build({**user, "env": {"max_turns": turns, "max_action_tokens": 4}}, preset)
     with ThreadPoolExecutor(4) as threads:
         rollout = configured_rollout(
@@ -120,7 +122,8 @@ def roll(policy, world, preset="paper", turns=5, response=100, **user):
             prompter=FakePrompter(),
             max_prompt_tokens=50,
             max_response_tokens=response,
-        )  # fmt: skip
+            chance=lambda place: drawn(0, place) / 2**32,
+        )
         rollout.world = world
         return rollout, asyncio.run(rollout.run("task"))
 
@@ -131,7 +134,7 @@ def test_plain_gives_one_trajectory():
     assert tree.counters["env_steps"] == 5 and "snapshots" not in tree.counters
 
 
-@pytest.mark.parametrize("preset", ["plain", "paper"])
+@pytest.mark.parametrize("preset", ["plain", "paper_threshold"])
 def test_an_answer_without_an_action_reaches_no_world_and_takes_a_turn(preset):
     world = FakeWorld()
     rollout, tree = roll(ScriptedPolicy(lambda number: "?" if number % 2 else "a"), world, preset)
@@ -193,12 +196,88 @@ def test_a_forks_row_repeats_the_prefix_it_was_sampled_after():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 8])
-@pytest.mark.parametrize("preset", ["paper", "guided"])
+@pytest.mark.parametrize("preset", ["paper", "paper_threshold", "guided"])
 def test_a_tree_spends_its_leaves_and_no_more(preset, limit):
     policy = ScriptedPolicy(lambda n: "w" if n % 7 == 0 else "a", lambda n: 2.0)
+    if (preset, limit) == ("paper", 2):
+        with pytest.raises(ValueError, match="bpo.budget.limit=2 leaves no room for 2 forks"):
+            roll(policy, FakeWorld(), preset, budget={"limit": limit})
+        return
     branch = {"root_samples": min(4, limit)} if preset == "guided" else {}
     _, tree = roll(policy, FakeWorld(), preset, budget={"limit": limit}, branch=branch)
     assert len(tree.trajectories) == limit
+
+
+class PlacedPolicy:
+    """What it samples at a place of the tree, and how sure it is, depend on the place; how long that takes doesn't."""
+
+    def __init__(self, seed: int, letters="ab", entropy=None):
+        self.seed, self.letters, self.given = seed, letters, entropy
+
+    async def __call__(self, prompt_ids, max_tokens, place):
+        rng = random.Random(f"{self.seed}/{place}")
+        letter, entropy = rng.choice(self.letters), 2 * rng.random()
+        for _ in range(random.randrange(4)):
+            await asyncio.sleep(0)
+        if self.given is not None:
+            entropy = self.given(place)
+        return Generation([ord(letter)], [-0.7], [entropy])
+
+
+def shape(tree):
+    """Of every trajectory, where it forked and what it did; numbers of nodes depend on what was sampled first."""
+    found = []
+    for i, t in enumerate(tree.trajectories):
+        at = (tree.nodes[t.parent].trajectory, tree.depth(t.parent)) if t.parent >= 0 else None
+        found.append((at, [n.action_text for n in tree.nodes if n.trajectory == i]))
+    return found
+
+
+def test_paper_is_the_backbone_and_all_other_leaves_as_forks_at_its_most_uncertain_states():
+    entropies = [0.3, 0.9, 0.1, 0.8, 0.2]
+    policy = PlacedPolicy(0, entropy=lambda place: entropies[int(place.split("/")[1])])
+    for limit, groups in ((8, {0: 2, 2: 2, -1: 3}), (6, {0: 2, 2: 3}), (5, {0: 2, 2: 2}), (3, {0: 2})):
+        _, tree = roll(policy, FakeWorld(), "paper", budget={"limit": limit})
+        forked = Counter(t.parent for t in tree.trajectories[1:])
+        assert forked == groups and len(tree.trajectories) == limit
+        assert tree.counters.get("filled_roots", 0) == 0
+
+
+def test_paper_leaves_the_budget_unspent_where_no_state_is_uncertain_enough():
+    _, tree = roll(PlacedPolicy(0, entropy=lambda place: 0.5), FakeWorld(), "paper", branch={"threshold": 0.6})
+    assert len(tree.trajectories) == 1
+
+
+@pytest.mark.parametrize(
+    "branch", [{"selector": "every"}, {"selector": "top_k", "top_k": 6}, {"selector": "most_uncertain"}]
+)
+def test_a_fork_never_branches_at_the_state_that_it_was_forked_at(branch):
+    for seed in range(20):
+        branch = {"forks": 2, "depth": 3, **branch}
+        _, tree = roll(PlacedPolicy(seed, "aab"), FakeWorld(), "plain", budget={"limit": 14}, branch=branch)
+        rounds = Counter(t.parent for t in tree.trajectories if t.parent >= 0)
+        assert rounds and max(rounds.values()) <= 3  # a second round at one state would make four
+
+
+@pytest.mark.parametrize("unit, limit", [("leaves", 9), ("env_steps", 33), ("tokens", 33)])
+@pytest.mark.parametrize("fill", ["root", "none"])
+@pytest.mark.parametrize(
+    "branch", [{"selector": "every"}, {"selector": "random", "share": 0.5}, {"selector": "threshold"}]
+)
+def test_a_tree_does_not_depend_on_what_runs_faster_and_never_overspends(unit, limit, fill, branch):
+    branch = {"forks": 2, "depth": 2, "root_samples": 2, "entropy_tokens": "all", **branch}
+    for seed in range(4):
+        shapes = []
+        for _ in range(5):
+            budget = {"unit": unit, "limit": limit, "fill": fill}
+            _, tree = roll(PlacedPolicy(seed, "aaabw"), FakeWorld(), "plain", budget=budget, branch=branch)
+            cost = {"leaves": "leaves", "env_steps": "env_steps", "tokens": "generated_tokens"}[unit]
+            assert tree.counters[cost] <= limit
+            groups = Counter(t.parent for t in tree.trajectories if t.parent >= 0)
+            if branch["selector"] == "threshold":  # the trunk is no sibling
+                assert 1 not in groups.values()
+            shapes.append(shape(tree))
+        assert all(found == shapes[0] for found in shapes)
 
 
 @pytest.mark.parametrize("unit,limit", [("env_steps", 23), ("tokens", 61)])
@@ -209,7 +288,8 @@ def test_a_tree_never_exceeds_a_budget_of_steps_or_tokens(unit, limit):
 
 
 @pytest.mark.parametrize(
-    "preset,branch", [("guided", {}), ("guided", {"top_k": 3, "trunk": "any"}), ("paper", {"threshold": 1.0})]
+    "preset,branch",
+    [("guided", {}), ("guided", {"top_k": 3, "trunk": "any"}), ("paper", {}), ("paper_threshold", {"threshold": 1.0})],
 )
 def test_a_tree_is_the_same_whatever_ends_first(preset, branch):
     """Guided trees look at finished trajectories, many of them in equal states: only scores and places may count."""

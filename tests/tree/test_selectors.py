@@ -170,7 +170,7 @@ def test_a_selector_of_ones_own_is_one_file_and_its_fields_are_keys(tmp_path):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("best", "bpo.branch.selector='best' is not one of threshold, quantile, .* nor file.py:Class"),
+        ("best", "bpo.branch.selector='best' is not one of most_uncertain, threshold, .* nor file.py:Class"),
         ("nowhere.py:Late", "no file nowhere.py"),
         ("verl_bpo.tree.budget:Budget", "Budget is no selector: derive it from verl_bpo.tree.selectors.Selector"),
     ],

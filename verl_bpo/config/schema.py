@@ -149,6 +149,11 @@ class PackedTreeConfig(Options):
 PRESETS: dict[str, dict[str, Any]] = {
     "plain": {"branch": {"selector": "none"}, "budget": {"unit": "leaves", "limit": 1, "fill": "none"}},
     "paper": {
+        "branch": {"selector": "most_uncertain", "forks": 2, "root_samples": 1, "depth": 1},
+        "budget": {"unit": "leaves", "limit": 8, "fill": "none"},
+        "advantage": {"leaf_return": "leaf", "baseline": "loo"},
+    },
+    "paper_threshold": {
         "branch": {"selector": "threshold", "forks": 2, "root_samples": 1, "depth": 1},
         "budget": {"unit": "leaves", "limit": 8},
         "advantage": {"leaf_return": "leaf", "baseline": "loo"},
@@ -167,7 +172,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": {"leaf_return": "tree_mean", "baseline": "loo", "center": True},
     },
 }
-"""``plain``: no branching, what the baselines use. ``paper``: one backbone, entropy threshold, leaf returns.
+"""``plain``: no branching, what the baselines use. ``paper``: one backbone and, at its most uncertain states, the other
+trajectories of the budget as forks; leaf returns. ``paper_threshold``, what release 0.1 called ``paper``: forks wherever the
+entropy reaches a threshold while the backbone runs, first come, first served; what is left becomes root samples.
 ``guided``: a root group, forks of its successful trajectories, nested, tree-mean returns (which, with the default
 ``trunk_in_siblings=auto``, are leaf returns wherever the branch point was chosen by outcome). Where rollouts know state
 values, ``guided`` forks any trajectory at its states of highest V(1-V) instead."""
@@ -175,8 +182,8 @@ VALUE_GUIDED: dict[str, Any] = {"branch": {"score": "value", "trunk": "any"}}
 
 
 class BPOConfig(Options):
-    preset: Literal["plain", "paper", "guided"] = "paper"
-    """``paper``, ``guided`` or ``plain``: values for the keys below that you don't set yourself."""
+    preset: Literal["plain", "paper", "paper_threshold", "guided"] = "paper"
+    """``paper``, ``paper_threshold``, ``guided`` or ``plain``: values for the keys below that you don't set yourself."""
     branch: Branching = Branching()
     budget: BudgetConfig = BudgetConfig()
     advantage: BPO = BPO()
@@ -231,6 +238,18 @@ class BPOConfig(Options):
             raise ConfigError(
                 f"bpo.budget.limit={self.budget.limit} leaves is less than bpo.branch.root_samples="
                 f"{self.branch.root_samples}"
+            )
+        left = self.budget.limit - self.branch.root_samples
+        if self.budget.unit == "leaves" and self.budget.fill == "none" and 0 < left < min(2, self.branch.forks):
+            raise ConfigError(
+                f"bpo.budget.limit={self.budget.limit} leaves no room for 2 forks beside bpo.branch.root_samples="
+                f"{self.branch.root_samples}, and bpo.budget.fill=none nothing else to do with it"
+            )
+        forks = self.budget.unit != "leaves" or left > 0
+        if forks and getattr(self.branch.selector, "trunk", "any") == "success" and self.branch.root_samples < 2:
+            raise ConfigError(
+                "bpo.branch.trunk=success chooses a trunk by its outcome, so that it can't be compared with its forks: "
+                "set bpo.branch.root_samples=2 or more"
             )
 
 

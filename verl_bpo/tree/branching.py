@@ -18,8 +18,8 @@ class Branching(Options):
 
     selector: Selector = NoBranching()
     """Where to branch: ``threshold``, ``quantile``, ``fixed_interval``, ``random``, ``every`` decide while a trajectory
-    runs; ``top_k`` ranks the decision points of finished trajectories; ``none`` gives plain trajectories; ``file.py:Class``
-    is one of your own."""
+    runs; ``most_uncertain`` ranks the decision points of the finished backbone, ``top_k`` those of all finished
+    trajectories; ``none`` gives plain trajectories; ``file.py:Class`` is one of your own."""
     forks: Positive = 2
     """K: alternative actions sampled at a branch point, beside the trajectory that runs through it."""
     root_samples: Positive = 1

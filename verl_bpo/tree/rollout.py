@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Protocol
 
 from verl_bpo.sandbox.base import (
@@ -68,7 +69,8 @@ class _Point:
     """A decision point kept for forking: everything needed to act there again."""
 
     seen: DecisionPoint
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    """None in the initial state, which is opened anew."""
     conversation: Conversation
     admissible: tuple[str, ...] | None
 
@@ -151,8 +153,11 @@ class TreeRollout:
 
     def _group(self, depth: int) -> int:
         """How many forks a point there may have now; 0 where too few fit to be compared."""
-        fits = min(self.branch.forks, self.budget.affordable(depth))
-        return fits if fits >= min(self.least_forks, self.branch.forks) else 0
+        affordable = self.budget.affordable(depth)
+        fits, least = min(self.branch.forks, affordable), min(self.least_forks, self.branch.forks)
+        if not self.fill and affordable - fits < least:
+            fits = affordable  # nothing else could be done with the rest
+        return fits if fits >= least else 0
 
     def _may_fork(self, index: int, depth: int) -> bool:
         """Whether a point of this trajectory may be forked, now or when it is its turn."""
@@ -177,16 +182,14 @@ class TreeRollout:
     async def _fork_ranked(self) -> None:
         """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
         trajectories = self.tree.trajectories
-        for _ in range(self.branch.selector.rounds):
+        rounds = self.branch.selector.rounds
+        for _ in count() if rounds is None else range(rounds):
             points = {
                 p.seen.node: p
                 for p in self.points
                 if trajectories[p.seen.trajectory].usable and self._group(p.seen.depth)
             }
-            seen = [
-                replace(p.seen, success=self.tree.trajectory_return(trajectories[p.seen.trajectory]) > 0)
-                for p in points.values()
-            ]
+            seen = [replace(p.seen, success=self.tree.won(trajectories[p.seen.trajectory])) for p in points.values()]
             best = next(iter(self.branch.selector.ranked(seen)), None)
             if best is None:
                 return
@@ -247,15 +250,20 @@ class TreeRollout:
 
     def _branch(self, point: _Point) -> None:
         """Claim what forks of ``point`` fit and let them start."""
-        count = self._claim(self._group(point.seen.depth), point.seen.depth)
-        if count == 0:
+        granted = self._claim(self._group(point.seen.depth), point.seen.depth)
+        if granted == 0:
             return
         parent = self.tree.nodes[point.seen.node].parent
-        self.tree.trunk_exchangeable[parent] = self.branch.state_only
-        indices = [self.tree.add_trajectory(parent) for _ in range(count)]
+        if parent != ROOT:
+            self.tree.trunk_exchangeable[parent] = self.branch.state_only
+        indices = [self.tree.add_trajectory(parent) for _ in range(granted)]
         for index in indices:
             self.nesting[index] = self.nesting[point.seen.trajectory] + 1
-        self._spawn(self._fork(point, indices))
+        if point.snapshot is None:
+            for index in indices:
+                self._spawn(self._root(index))
+        else:
+            self._spawn(self._fork(point, indices))
 
     async def _fork(self, point: _Point, indices: list[int]) -> None:
         """Sample an alternative at ``point`` for each of the trajectories ``indices``, and roll them to their ends."""
@@ -300,9 +308,12 @@ class TreeRollout:
                 seen = self._look(index, depth, sampled, admissible)
                 point, chosen = None, False
                 # A fork's first turn stands in the state that it was forked at, a root sample's in the initial one.
-                if depth > start_depth and self.nesting[index] < self.branch.depth:
+                initial = depth == 0 == index and getattr(self.branch.selector, "OFFERS_INITIAL", False)
+                if (depth > start_depth or initial) and self.nesting[index] < self.branch.depth:
                     chosen = self._chooses(seen) and self._may_fork(index, depth)
-                    if chosen or isinstance(self.branch.selector, Ranking):
+                    if initial:
+                        point = _Point(seen, None, conversation, admissible)
+                    elif chosen or isinstance(self.branch.selector, Ranking):
                         point = await self._snapshot(sandbox, seen, conversation, admissible)
                 if action is None:
                     observation = self.prompter.no_action(text, admissible)

@@ -89,10 +89,14 @@ class Choosing(Selector):
 class Ranking(Selector):
     """Ranks the points of finished trajectories."""
 
+    OFFERS_INITIAL: ClassVar[bool] = False
+    """Whether the initial state stands among the backbone's points."""
+
     @property
     @abstractmethod
-    def rounds(self) -> int:
-        """How often the best affordable point is forked; points of its forks stand among the next round's."""
+    def rounds(self) -> int | None:
+        """How often the best affordable point is forked; points of its forks stand among the next round's. None: as long as
+        the budget lasts."""
 
     @abstractmethod
     def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
@@ -263,8 +267,26 @@ class TopK(_Scored, Ranking):
         return sorted(kept, key=lambda p: (-round(self.score_of(p), 4), p.trajectory, p.node))
 
 
+class MostUncertain(_Scored, Ranking):
+    """The paper's: one backbone, then forks at its most uncertain points, the initial state among them, as long as the budget
+    lasts."""
+
+    NAME: ClassVar[str] = "most_uncertain"
+    OFFERS_INITIAL: ClassVar[bool] = True
+    threshold: float = 0.0
+    """A point with a lower score isn't forked, even if budget is left."""
+
+    @property
+    def rounds(self) -> None:
+        return None
+
+    def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
+        kept = [p for p in points if self.score_of(p) >= self.threshold]
+        return sorted(kept, key=lambda p: (-round(self.score_of(p), 4), p.trajectory, p.node))
+
+
 SELECTORS: dict[str, type[Selector]] = {
-    cls.NAME: cls for cls in (Threshold, Quantile, TopK, FixedInterval, AtRandom, Every, NoBranching)
+    cls.NAME: cls for cls in (MostUncertain, Threshold, Quantile, TopK, FixedInterval, AtRandom, Every, NoBranching)
 }
 """Built-in selectors by name."""
 _OWN = Registry("selector", __name__, "", derived_from(Selector))
