@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="of bpo.env.*, bpo.prompt.* and data.max_*_length, as in training",
+        help="of bpo.env.*, bpo.prompt.*, data.max_*_length and data.apply_chat_template_kwargs.*, as in training",
     )
     parser.add_argument("--panel", type=Path, required=True, help="prompt file of the tasks, by verl-bpo make-data")
     parser.add_argument(
