@@ -93,6 +93,7 @@ def rolled(monkeypatch, error):
     loop.bpo, loop.tokenizer = bpo, SimpleNamespace(eos_token_id=0)
     loop.loop = asyncio.new_event_loop()
     (output,) = loop.loop.run_until_complete(
-        loop.run({"_validate": False, "_models": ()}, extra_info={"task": "a"}, session_id=0)
+        loop.run({"_validate": False, "_models": ()}, extra_info={"task": "a"}, session_id=0, global_steps=3)
     )
+    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (2, 2)
     return Tree.from_dict(output.extra_fields["tree"])

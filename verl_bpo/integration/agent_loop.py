@@ -69,6 +69,9 @@ def _lost(error: Exception) -> Tree:
 class TreeAgentLoop(AgentLoopBase):
     """Rolls one tree for one prompt row. The row's ``extra_info`` names ``env`` (optional), ``task`` and ``seed``."""
 
+    version: int = 0
+    """Of the weights that this step samples with: verl's metrics want it of a tree, too, of which nothing was sampled."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared = _shared(_plain_json(self.config))
@@ -77,6 +80,7 @@ class TreeAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         sampling_params = dict(sampling_params)
         validate, models = sampling_params.pop("_validate"), sampling_params.pop("_models")
+        self.version = max(0, int(row.get("global_steps") or 0) - 1)
         play = self.shared.play
         self.prompter = play.prompter(self.tokenizer, *models)
         sampling_params |= play.sampling if validate else {}
@@ -165,7 +169,7 @@ class TreeAgentLoop(AgentLoopBase):
         if not rows:
             rows = [self._empty_row()]
         record = tree.skeleton().to_dict()
-        versions = sorted(rollout.versions) or [None]
+        versions = sorted(rollout.versions) or [self.version]
         outputs = []
         for i, row in enumerate(rows):
             usable = row.spans.trajectory != LOST
