@@ -201,7 +201,7 @@ class TreeRollout:
         """What branching left over goes to further root samples."""
         if isinstance(self.branch.selector, NoBranching) and self.budget.unit == "leaves":
             return
-        while self.fill and (count := self._claim(self.budget.limit, 0)):
+        while self.fill and not self.counters["too_long"] and (count := self._claim(self.budget.limit, 0)):
             self.counters["filled_roots"] += count
             before = self.budget.spent
             await self._roots(count)
@@ -243,7 +243,7 @@ class TreeRollout:
     async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
         """Leave a task out whose first prompt doesn't fit."""
         self._lost(index, PromptTooLong(f"task {self.task}: {reason}"))
-        self.counters["too_long"] += 1
+        self.counters["too_long"] = 1
         self._ends(index, 0, 0, 0)
         await self._call(sandbox.close)
         self._open.discard(sandbox)
