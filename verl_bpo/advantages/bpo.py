@@ -44,7 +44,7 @@ class Diagnostics:
     group_variance: Tensor
     """[G]: sample variance (n - 1) of the siblings' returns."""
     zero_advantage_share: Tensor
-    """Share of groups whose siblings all have the same return: they teach nothing."""
+    """Share of groups whose siblings all have the same return: they teach nothing. 0 with ``center``, which moves them too."""
     prefix_explained_share: Tensor
     """Share of the return's variance within a prompt that the prefix up to the branch point explains, in [0, 1]: the
     estimate of Var(E[R | s_b]) / Var(R), which is the share of variance that the sibling baseline takes off the
@@ -125,7 +125,9 @@ def sibling_advantages(
         center: [ours] subtract the mean over all valid turns (weighted by ``weighting``), after ``normalize``. Where failed
             trajectories are longer than successful ones, most turns have negative advantages, and the loss mostly makes
             what was sampled less likely, whatever it was. A constant that doesn't depend on the batch leaves the
-            expected gradient as it is; the batch's own mean biases it by a term of order 1/N.
+            expected gradient as it is; the batch's own mean biases it by a term of order 1/N. Groups whose returns are
+            all equal are moved by the constant like any other. Where an action decides whether its turn is valid, as in
+            the prefix of a single backbone that is masked until it branches, the constant is no baseline and biases.
         leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over
             its usable children's, recursively, which has less variance and the same expectation while all children are
             fair draws. At a branch point where one isn't (see ``exchangeable``) only the trunk's own continuation has
@@ -238,7 +240,7 @@ def sibling_advantages(
         diagnostics=Diagnostics(
             group_size=n,
             group_variance=variance,
-            zero_advantage_share=equal.sum() / max(equal.numel(), 1),
+            zero_advantage_share=0 * equal.sum() if center else equal.sum() / max(equal.numel(), 1),
             prefix_explained_share=explained,
             advantage_mean=mean,
             advantage_std=std,

@@ -239,6 +239,11 @@ class BPOConfig(Options):
                 f"bpo.budget.limit={self.budget.limit} leaves is less than bpo.branch.root_samples="
                 f"{self.branch.root_samples}"
             )
+        if self.advantage.weighting == "path_probability" and self.budget.fill == "root":
+            raise ConfigError(
+                "bpo.advantage.weighting=path_probability needs a number of root samples that branching doesn't change: set "
+                "bpo.budget.fill=none"
+            )
         left = self.budget.limit - self.branch.root_samples
         if self.budget.unit == "leaves" and self.budget.fill == "none" and 0 < left < min(2, self.branch.forks):
             raise ConfigError(

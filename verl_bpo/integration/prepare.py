@@ -188,12 +188,21 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
             f"bpo.updates_per_step={bpo.updates_per_step} is more than data.train_batch_size="
             f"{config.data.train_batch_size} prompts"
         )
-    alone = isinstance(bpo.branch.selector, NoBranching) and bpo.branch.root_samples == 1 and bpo.budget.limit == 1
+    plain = isinstance(bpo.branch.selector, NoBranching)
+    if plain and bpo.budget.unit == "leaves" and bpo.budget.limit > bpo.branch.root_samples:
+        raise ConfigError(
+            f"bpo.budget.limit={bpo.budget.limit}: without branching (bpo.branch.selector=none) a tree has "
+            f"bpo.branch.root_samples={bpo.branch.root_samples} trajectories and nothing spends the rest: set both alike, or "
+            f"choose a selector"
+        )
+    alone = plain and bpo.branch.root_samples == 1
     if estimator and "siblings" in estimator.NEEDS and alone and config.actor_rollout_ref.rollout.n == 1:
         raise ConfigError(
             "bpo.branch.selector=none with one trajectory a tree and rollout.n=1 leaves no siblings to learn from: "
             "choose a selector, or raise bpo.branch.root_samples or actor_rollout_ref.rollout.n"
         )
+    if estimator and not plain:
+        _check_trees(config, bpo)
     if bpo.env.name:
         usable, reason = environment_status(bpo.env.name)
         if not usable:
@@ -211,6 +220,24 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
         raise ConfigError(
             f"bpo.env.max_action_tokens={bpo.env.max_action_tokens} is more than data.max_response_length={room}, which "
             f"holds a whole trajectory after its prompt"
+        )
+
+
+def _check_trees(config: DictConfig, bpo: BPOConfig) -> None:
+    """What would change the meaning of a tree's entropies or weights without a word."""
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if mode != "token-mean":
+        raise ConfigError(
+            f"actor_rollout_ref.actor.loss_agg_mode={mode} gives every row the same weight, and the rows of a tree train "
+            f"from one turn to a whole trajectory: set it to token-mean"
+        )
+    rollout = config.actor_rollout_ref.rollout
+    cut = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0}
+    if bpo.branch.needs_entropy and any(cut.values()):
+        key = next(key for key, given in cut.items() if given)
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.{key}={rollout[key]} cuts the distribution that bpo.branch.selector="
+            f"{bpo.branch.selector.NAME} takes entropies of: leave it out, or use a selector that needs none"
         )
 
 

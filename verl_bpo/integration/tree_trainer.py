@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,30 @@ class TreeTrainer(FixedUpdates):
             return batch, found
 
         buffer.sample = checked
+        clear = buffer._clear_groups
+
+        def counted(partition_id: str, uids: set[str]) -> None:
+            if partition_id == "train":
+                self._count_evicted([key for key in buffer.partitions[partition_id] if key.split("_")[0] in uids])
+            clear(partition_id, uids)
+
+        buffer._clear_groups = counted
         return buffer
+
+    def _count_evicted(self, keys: list[str]) -> None:
+        """What groups cost that are thrown away before a batch is made of the others (``algorithm.filter_groups``)."""
+        if not keys:
+            return
+        data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["extra_fields"])
+        trees = [Tree.from_dict(extra["tree"]) for extra in plain_list(data["extra_fields"]) if extra.get("tree")]
+        self._add_costs(trees)
+        self.totals["evicted_trees"] += len(trees)
+
+    def _add_costs(self, trees: Iterable[Tree]) -> None:
+        for tree in trees:
+            for key in COMPUTE_COUNTERS:
+                self.totals[key] += int(tree.counters.get(key, 0))
+            self.totals["env_steps"] += int(tree.counters.get("replayed_steps", 0))  # they were executed, too
 
     def _stop_if_hopeless(self, batch: KVBatchMeta) -> None:
         """Stop where a rollout met what no other one would fare better with."""
@@ -235,10 +259,9 @@ class TreeTrainer(FixedUpdates):
             raise RunError(
                 f"every trajectory of step {self.global_steps} was lost to its environment; the first: {trees.failures[0]}"
             )
-        for tree in trees.trees.values():
-            for key in COMPUTE_COUNTERS:
-                self.totals[key] += int(tree.counters.get(key, 0))
+        self._add_costs(trees.trees.values())
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
+        metrics["compute/evicted_trees"] = float(self.totals["evicted_trees"])
         metrics.update(tree_metrics(trees))
         branch = self.bpo.branch
         if self.memory is not None:

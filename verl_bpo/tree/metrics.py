@@ -10,7 +10,7 @@ import torch
 
 from verl_bpo.tree.forest import Forest
 
-COMPUTE_COUNTERS = ("env_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
+COMPUTE_COUNTERS = ("env_steps", "replayed_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
 """Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
 
 BLIND = 0.05
