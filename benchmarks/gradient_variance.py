@@ -79,9 +79,9 @@ ESTIMATORS: dict[str, dict[str, dict[str, str]]] = {
 LEAVES = {"budget": {"unit": "leaves", "limit": GROUP}}
 KINDS: dict[str, dict[str, Any]] = {
     "trajectories": LEAVES | {"branch": {"selector": "none", "root_samples": GROUP}},
-    "paper": LEAVES | {"preset": "paper"},
-    "random": LEAVES | {"preset": "paper", "branch": {"selector": "random", "share": 0.25}},
-    "fixed": LEAVES | {"preset": "paper", "branch": {"selector": "fixed_interval", "interval": 3}},
+    "paper": LEAVES | {"preset": "paper_threshold"},
+    "random": LEAVES | {"preset": "paper_threshold", "branch": {"selector": "random", "share": 0.25}},
+    "fixed": LEAVES | {"preset": "paper_threshold", "branch": {"selector": "fixed_interval", "interval": 3}},
     "guided": LEAVES | {"preset": "guided"},
     "guided4": LEAVES | {"preset": "guided", "branch": {"forks": 4, "top_k": 1}},
 }
@@ -259,7 +259,7 @@ def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed
     """Returns of siblings [tasks, trees, siblings] below backbones of each task, and what they say."""
     rng = random.Random(seed)
     settings = {
-        "preset": "paper",
+        "preset": "paper_threshold",
         "branch": {"selector": "every", "forks": siblings - 1},
         "budget": {"unit": "leaves", "limit": siblings, "fill": "none"},
     }
@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("panel", type=Path, help="prompt file of the tasks to draw from")
     parser.add_argument("overrides", nargs="*", help="bpo.env.*, bpo.prompt.*, data.max_*_length")
-    parser.add_argument("--threshold", type=float, default=1.0, help="of preset paper")
+    parser.add_argument("--threshold", type=float, default=1.0, help="of preset paper_threshold")
     parser.add_argument("--batches", type=int, default=32)
     parser.add_argument("--env-steps", type=int, default=250, help="of a batch")
     parser.add_argument("--identity-tasks", type=int, default=32)

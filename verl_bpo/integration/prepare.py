@@ -226,7 +226,7 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
 def _check_trees(config: DictConfig, bpo: BPOConfig) -> None:
     """What would change the meaning of a tree's entropies or weights without a word."""
     mode = config.actor_rollout_ref.actor.loss_agg_mode
-    if mode != "token-mean":
+    if mode.startswith("seq-mean"):
         raise ConfigError(
             f"actor_rollout_ref.actor.loss_agg_mode={mode} gives every row the same weight, and the rows of a tree train "
             f"from one turn to a whole trajectory: set it to token-mean"
