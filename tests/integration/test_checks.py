@@ -168,3 +168,20 @@ def test_names_of_the_hub_are_left_to_verl(tmp_path):
     assert list(checks._models(config, tmp_path)) == []
     (tmp_path / "Qwen").mkdir()
     assert len(list(checks._models(config, tmp_path))) == 1
+
+
+def test_a_running_cluster_is_given_no_numbers_and_its_workers_the_platform(monkeypatch):
+    from hydra import compose, initialize_config_dir
+
+    from verl_bpo.commands.dry_run import CONFIG_FOLDER
+    from verl_bpo.integration.prepare import cpu_defaults
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    with initialize_config_dir(str(CONFIG_FOLDER), version_base=None):
+        config = compose("bpo_trainer", ["actor_rollout_ref.rollout.name=hf"])
+    cpu_defaults(config)
+    started = config.ray_kwargs.ray_init
+    assert started.get("num_gpus") is None and started.get("num_cpus") is None
+    assert started.runtime_env.env_vars == {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
