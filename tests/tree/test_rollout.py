@@ -163,6 +163,11 @@ def test_reasons_for_which_work_was_not_judged_are_counted():
     assert tree_metrics(Forest.of({"a_0": tree}, {"a_0": "a"}))["tree/unjudged"] == 0
 
 
+def test_what_the_world_said_of_itself_outlives_answers_without_an_action():
+    _, tree = roll(ScriptedPolicy(lambda number: "a" if number < 3 else "?"), FakeWorld(), "plain")
+    assert tree.trajectories[0].info == {"won": False} and tree.nodes[-1].observation_text == "no action"
+
+
 def test_a_fork_starts_from_the_state_before_the_trunks_action():
     """Branching at turn 2 of the backbone: forks repeat turn 1 and replace turn 2."""
     policy = ScriptedPolicy("a", lambda number: 2.0 if number == 2 else 0.0)

@@ -73,6 +73,8 @@ class _Point:
     """None in the initial state, which is opened anew."""
     conversation: Conversation
     admissible: tuple[str, ...] | None
+    info: dict[str, Any]
+    """What the world last said of itself."""
 
 
 @dataclass
@@ -238,7 +240,7 @@ class TreeRollout:
             return
         if not self.tree.prompt_ids:
             self.tree.prompt_ids = list(conversation.ids)
-        await self._trajectory(index, sandbox, conversation, observation.actions, ROOT, 0)
+        await self._trajectory(index, sandbox, conversation, observation.actions, observation.info, ROOT, 0)
 
     async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
         """Leave a task out whose first prompt doesn't fit."""
@@ -281,7 +283,9 @@ class TreeRollout:
                 self._ends(index, point.seen.depth, 0, 0)
                 continue
             self._spawn(
-                self._trajectory(index, sandbox, point.conversation, point.admissible, parent, point.seen.depth)
+                self._trajectory(
+                    index, sandbox, point.conversation, point.admissible, point.info, parent, point.seen.depth
+                )
             )
 
     async def _trajectory(
@@ -290,6 +294,7 @@ class TreeRollout:
         sandbox: Sandbox,
         conversation: Conversation,
         admissible: tuple[str, ...] | None,
+        info: dict[str, Any],
         parent: int,
         depth: int,
     ) -> None:
@@ -312,14 +317,15 @@ class TreeRollout:
                 if (depth > start_depth or initial) and self.nesting[index] < self.branch.depth:
                     chosen = self._chooses(seen) and self._may_fork(index, depth)
                     if initial:
-                        point = _Point(seen, None, conversation, admissible)
+                        point = _Point(seen, None, conversation, admissible, info)
                     elif chosen or isinstance(self.branch.selector, Ranking):
-                        point = await self._snapshot(sandbox, seen, conversation, admissible)
+                        point = await self._snapshot(sandbox, seen, conversation, admissible, info)
                 if action is None:
                     observation = self.prompter.no_action(text, admissible)
                     idle += 1
                 else:
                     observation = await self._call(sandbox.step, action)
+                    info = observation.info
                 self.counters["invalid_actions"] += not valid
                 after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
                 depth += 1
@@ -353,7 +359,7 @@ class TreeRollout:
                 parent = node
                 if observation.done or depth >= self.budget.max_turns or full:
                     trajectory.end = "terminated" if observation.terminated else "truncated"
-                    trajectory.info = dict(observation.info)
+                    trajectory.info = dict(info)
                     break
                 self.tree.nodes[node].observation_ids = after.added
                 conversation, admissible = after, observation.actions
@@ -368,12 +374,12 @@ class TreeRollout:
             self._open.discard(sandbox)
         self._ends(index, start_depth, steps, tokens)
 
-    async def _snapshot(self, sandbox, seen, conversation, admissible) -> _Point:
+    async def _snapshot(self, sandbox, seen, conversation, admissible, info) -> _Point:
         started = time.perf_counter()
         snapshot = await self._call(self._take_snapshot, sandbox)
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
-        return _Point(seen, snapshot, conversation, admissible)
+        return _Point(seen, snapshot, conversation, admissible, info)
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
