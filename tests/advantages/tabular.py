@@ -126,8 +126,8 @@ class Outcomes:
         return float((p * x).sum() / p.sum())
 
 
-def enumerate_outcomes(mdp: TabularMDP, forks: Forks, roots: int = 1, exchangeable: bool = True) -> Outcomes:
-    """Every outcome of :meth:`TabularMDP.trees`; ``exchangeable`` is the flag of trunks at branch points."""
+def enumerate_outcomes(mdp: TabularMDP, forks: Forks, roots: int = 1, fair: bool = True) -> Outcomes:
+    """Every outcome of :meth:`TabularMDP.trees`; ``fair`` is the flag of trunks at branch points."""
     rows: list[tuple] = []
     returns: list[float] = []
     probability: list[float] = []
@@ -135,7 +135,7 @@ def enumerate_outcomes(mdp: TabularMDP, forks: Forks, roots: int = 1, exchangeab
     def add(turn: Turn, parent: int, trajectory: int, depth: int, so_far: float, siblings: int, trunk: bool) -> None:
         rows.append(
             (parent, trajectory, len(probability), turn.state, turn.action, depth,
-             siblings > 1 and parent >= 0, exchangeable or siblings == 1 or not trunk)
+             siblings > 1 and parent >= 0, fair or siblings == 1 or not trunk)
         )  # fmt: skip
         index, so_far = len(rows) - 1, so_far + turn.reward
         if not turn.children:
@@ -159,7 +159,7 @@ def enumerate_outcomes(mdp: TabularMDP, forks: Forks, roots: int = 1, exchangeab
         prompt=prompt,
         leaf_return=torch.tensor(returns, dtype=torch.float64),
         usable=torch.ones(len(returns), dtype=torch.bool),
-        exchangeable=fair,
+        fair=fair,
     )
     return Outcomes(forest, torch.tensor(probability, dtype=torch.float64), state, action, depth, forked)
 

@@ -17,7 +17,7 @@ from verl_bpo.tree.forest import Forest
 EXACT = {"rtol": 0, "atol": 1e-12}
 
 
-def forest(parent, trajectory, leaf_return, prompt=None, usable=None, exchangeable=None, dtype=torch.float64) -> Forest:
+def forest(parent, trajectory, leaf_return, prompt=None, usable=None, fair=None, dtype=torch.float64) -> Forest:
     n, size = len(parent), len(leaf_return)
     return bare_forest(
         parent=torch.tensor(parent, dtype=torch.int64),
@@ -25,7 +25,7 @@ def forest(parent, trajectory, leaf_return, prompt=None, usable=None, exchangeab
         prompt=torch.tensor(prompt or [0] * n, dtype=torch.int64),
         leaf_return=torch.tensor(leaf_return, dtype=dtype),
         usable=torch.tensor([True] * size if usable is None else usable, dtype=torch.bool),
-        exchangeable=torch.tensor([True] * n if exchangeable is None else exchangeable, dtype=torch.bool),
+        fair=torch.tensor([True] * n if fair is None else fair, dtype=torch.bool),
     )
 
 
@@ -157,7 +157,7 @@ def is_trunk(outcomes: Outcomes) -> torch.Tensor:
 
 @pytest.mark.parametrize("option", ["auto", "never"])
 def test_trunk_outside_the_baselines_keeps_them_unbiased_under_path_dependent_branching(mdp, option):
-    outcomes = enumerate_outcomes(mdp, branch_on_action_1, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, branch_on_action_1, fair=False)
     result = sibling_advantages(outcomes.forest, trunk_in_siblings=option)
     for where in (is_trunk(outcomes), outcomes.forked & ~outcomes.forest.trunk):
         pairs = exact_advantages(mdp, outcomes, where, result.advantage)
@@ -167,7 +167,7 @@ def test_trunk_outside_the_baselines_keeps_them_unbiased_under_path_dependent_br
 
 
 def test_trunk_in_the_baselines_is_biased_under_path_dependent_branching(mdp):
-    outcomes = enumerate_outcomes(mdp, branch_on_action_1, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, branch_on_action_1, fair=False)
     a = sibling_advantages(outcomes.forest, trunk_in_siblings="always").advantage
     forks = outcomes.forked & ~outcomes.forest.trunk
     for s in outcomes.state[forks].unique().tolist():
@@ -208,7 +208,7 @@ def test_whatever_chose_a_branch_point_the_gradient_at_every_state_has_the_right
 ):
     """The rewards are graded. A trunk keeps the baseline of the root samples, whatever it was forked for."""
     mdp = TabularMDP(states=3, actions=actions, horizon=horizon, seed=3)
-    outcomes = enumerate_outcomes(mdp, rule, roots=2, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, rule, roots=2, fair=False)
     assert outcomes.forked.any()
     result = sibling_advantages(outcomes.forest, leaf_return=leaf_return)
     assert min(cosines(mdp, outcomes, result)) == pytest.approx(1, abs=1e-9)
@@ -216,7 +216,7 @@ def test_whatever_chose_a_branch_point_the_gradient_at_every_state_has_the_right
 
 def test_compared_with_its_forks_a_trunk_that_was_chosen_by_its_outcome_turns_the_gradient_around():
     mdp = TabularMDP(states=3, actions=2, horizon=2, seed=36)
-    outcomes = enumerate_outcomes(mdp, branch_on_success, roots=2, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, branch_on_success, roots=2, fair=False)
     with_forks, apart = (
         cosines(mdp, outcomes, sibling_advantages(outcomes.forest, trunk_in_siblings=x)) for x in ("always", "auto")
     )
@@ -225,7 +225,7 @@ def test_compared_with_its_forks_a_trunk_that_was_chosen_by_its_outcome_turns_th
 
 @pytest.mark.parametrize("option, unbiased", [("auto", True), ("always", False)])
 def test_tree_mean_above_a_path_dependent_branch_point_is_unbiased_only_along_the_trunk(mdp, option, unbiased):
-    outcomes = enumerate_outcomes(mdp, branch_on_action_1, roots=2, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, branch_on_action_1, roots=2, fair=False)
     result = sibling_advantages(outcomes.forest, leaf_return="tree_mean", trunk_in_siblings=option)
     gaps = [abs(x - y) for x, y in exact_advantages(mdp, outcomes, outcomes.depth == 0, result.advantage)]
     assert (max(gaps) < 1e-12) if unbiased else (max(gaps) > 1e-2)
@@ -236,7 +236,7 @@ def test_trunk_chosen_by_what_followed_is_biased_itself_but_not_its_forks(mdp):
     outcomes = enumerate_outcomes(
         mdp,
         lambda depth, level, trunk: 2 if depth == 1 and level == 0 and trunk.trajectory_return() > 0 else 0,
-        exchangeable=False,
+        fair=False,
     )
     a = sibling_advantages(outcomes.forest).advantage
     forks = exact_advantages(mdp, outcomes, outcomes.forked & ~outcomes.forest.trunk, a)
@@ -246,7 +246,7 @@ def test_trunk_chosen_by_what_followed_is_biased_itself_but_not_its_forks(mdp):
 
 def test_path_dependent_branching_biases_the_policy_gradient_even_with_auto(mdp):
     # How many turns a state gets depends on the trunk's action there.
-    outcomes = enumerate_outcomes(mdp, branch_on_action_1, roots=2, exchangeable=False)
+    outcomes = enumerate_outcomes(mdp, branch_on_action_1, roots=2, fair=False)
     result = sibling_advantages(outcomes.forest, weighting="path_probability")
     gradient = expected_gradient(mdp, outcomes, result.weight * result.advantage)
     exact = mdp.policy_gradient()
@@ -291,7 +291,7 @@ def random_forest(seed: int) -> Forest:
 def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblings, center, explained):
     """Recursive, one turn at a time. Returns (advantage, weight, valid). ``explained`` is rho of ``shrunk``."""
     parent, trajectory, prompt = f.parent.tolist(), f.trajectory.tolist(), f.prompt.tolist()
-    returns, usable, exchangeable = f.leaf_return.tolist(), f.usable.tolist(), f.exchangeable.tolist()
+    returns, usable, fair = f.leaf_return.tolist(), f.usable.tolist(), f.fair.tolist()
     turns = range(len(parent))
 
     def lives(i):
@@ -306,30 +306,30 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         same = [j for j in turns if parent[j] == parent[i] and (parent[i] >= 0 or prompt[j] == prompt[i])]
         return [j for j in same if lives(j)]
 
-    def fair(i):
+    def counts(i):
         if baseline == "trajectory":
             return not (trunk_in_siblings == "never" and trunk(i))
         if trunk_in_siblings == "always":
             return True
-        return exchangeable[i] and not (trunk_in_siblings == "never" and trunk(i))
+        return fair[i] and not (trunk_in_siblings == "never" and trunk(i))
 
     def estimate(i):
         children = [j for j in turns if parent[j] == i and lives(j)]
         own = [j for j in children if trunk(j)]
         if leaf_return == "leaf" or baseline == "trajectory" or not own:
             return returns[trajectory[i]]
-        if trunk_in_siblings != "always" and not all(exchangeable[j] for j in children):
+        if trunk_in_siblings != "always" and not all(fair[j] for j in children):
             return estimate(own[0])
         return mean(estimate(j) for j in children)
 
     def keeps(i):
         """A trunk that isn't fair and has a baseline from an earlier turn of its trajectory."""
-        if baseline == "trajectory" or not (trunk(i) and lives(i)) or fair(i) or exchangeable[i]:
+        if baseline == "trajectory" or not (trunk(i) and lives(i)) or counts(i) or fair[i]:
             return False
         above = i
         while trunk(above):
             above = parent[above]
-            if lives(above) and any(fair(j) for j in siblings(above) if j != above):
+            if lives(above) and any(counts(j) for j in siblings(above) if j != above):
                 return True
         return False
 
@@ -344,7 +344,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         above = shrunk(head(parent[i])) if parent[i] >= 0 else None
         group = siblings(i)
         compared = lives(i) and len(peers(i)) > 1
-        others = [estimate(j) for j in group if fair(j) and j != i] if compared else []
+        others = [estimate(j) for j in group if counts(j) and j != i] if compared else []
         if not others:
             return above
         m, s = mean(others), (1 - explained) / len(others)
@@ -361,7 +361,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
         group = siblings(i)
         if len(group) < 2 or keeps(i):
             return advantage(parent[i]) if trunk(i) else None
-        if len(peers(i)) < 2 or not any(fair(j) for j in group if j != i):
+        if len(peers(i)) < 2 or not any(counts(j) for j in group if j != i):
             return None
         values = [estimate(j) for j in peers(i)]
         if baseline == "shrunk":
@@ -369,7 +369,7 @@ def slow(f: Forest, baseline, normalize, leaf_return, weighting, trunk_in_siblin
             return (estimate(i) - shrunk(i)[0]) / (std if std > 1e-12 else 1)
         if max(values) - min(values) < 1e-12:
             return 0.0
-        others = [estimate(j) for j in group if fair(j) and (j != i or baseline == "mean")]
+        others = [estimate(j) for j in group if counts(j) and (j != i or baseline == "mean")]
         return (estimate(i) - mean(others)) / (stdev(values) if normalize == "sibling_std" else 1)
 
     def weight(i):
@@ -457,7 +457,7 @@ def test_trunk_whose_forks_failed_keeps_its_older_segment():
 
 
 def test_fork_whose_only_sibling_is_an_unfair_trunk_is_not_valid_but_the_trunk_is():
-    f = forest([-1, 0, 0], [0, 0, 1], [1.0, 0.0], exchangeable=[True, False, True])
+    f = forest([-1, 0, 0], [0, 0, 1], [1.0, 0.0], fair=[True, False, True])
     result = sibling_advantages(f)
     assert result.valid.tolist() == [False, True, False]
     assert result.advantage.tolist() == [0, 1, 0]
@@ -544,7 +544,7 @@ def forks_only(returns: torch.Tensor, prompt: torch.Tensor) -> Forest:
         prompt=torch.cat([prompt, prompt.repeat_interleave(n)]),
         leaf_return=torch.cat([torch.zeros(groups, dtype=returns.dtype), returns.flatten()]),
         usable=torch.arange(groups + groups * n) >= groups,
-        exchangeable=torch.ones(groups + groups * n, dtype=torch.bool),
+        fair=torch.ones(groups + groups * n, dtype=torch.bool),
     )
 
 

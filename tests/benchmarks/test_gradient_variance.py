@@ -84,7 +84,7 @@ def small_tree() -> Tree:
                 Node(parent, index, action, zeros, zeros, [] if last else [10, 11], reward=reward * last)
             )
         tree.trajectories[index].end = "terminated"
-    tree.trunk_exchangeable[0] = True
+    tree.trunk_fair[0] = True
     return tree
 
 

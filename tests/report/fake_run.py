@@ -48,7 +48,7 @@ class FakeRollout:
         ]  # fmt: skip
         inner = inner or [0]
         point = self.rng.choice(inner)
-        self.tree.trunk_exchangeable[point] = self.rng.random() < 0.7
+        self.tree.trunk_fair[point] = self.rng.random() < 0.7
         level = self.level[self.tree.nodes[point].trajectory] + 1
         for child in self.tree.children(point):
             self.tree.nodes[child].score = self.rng.uniform(1.2, 2.4)
@@ -126,8 +126,10 @@ def as_release_0_1(folder: Path) -> None:
 
 
 def _forget(record: dict) -> None:
+    record["tree"]["trunk_exchangeable"] = record["tree"].pop("trunk_fair")
     for name in ("failures", "lessons", "fatal"):
         del record["tree"][name]
+    record["tree"]["trunk_exchangeable"] = record["tree"].pop("trunk_fair")
 
 
 def small_steps(seed: int = 0, count: int = 3) -> dict[int, list[list[Tree]]]:

@@ -52,7 +52,7 @@ def test_the_dump_says_how_every_advantage_came_out(tmp_path, baseline, leaf_ret
 def test_the_fake_run_has_what_the_estimators_treat_specially(dump):
     """Else the test above would prove less than it says."""
     trees, roots = views(dump)
-    assert any(not t for v in trees for t in v.tree.trunk_exchangeable.values())
+    assert any(not t for v in trees for t in v.tree.trunk_fair.values())
     assert any(t.end == "failed" for v in trees for t in v.tree.trajectories)
     assert any(len(group) > len(v.siblings(ROOT)) for v in trees for group in [roots[v.record.key[:2]]])
     assert any(t.parent != ROOT and v.tree.trajectories[v.tree.nodes[t.parent].trajectory].parent != ROOT

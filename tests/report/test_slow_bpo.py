@@ -38,7 +38,7 @@ def trees(draw) -> Tree:
             parent = tree.add_node(Node(parent, index, [1], [0.0], [0.0], reward=draw(REWARDS)))
         tree.trajectories[index].end = draw(st.sampled_from(["terminated", "terminated", "truncated", "failed"]))
         if parent != ROOT:
-            tree.trunk_exchangeable[tree.trajectories[index].parent] = draw(st.booleans())
+            tree.trunk_fair[tree.trajectories[index].parent] = draw(st.booleans())
     return tree
 
 
@@ -67,7 +67,7 @@ def test_a_group_computed_by_hand():
     (found,) = slow_advantages([("p", tree)], leaf_return="tree_mean", weighting="path_probability")
     assert found.advantage == [0.5, 0.75, -0.75, 0.0, -0.5]
     assert found.weight == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    tree.trunk_exchangeable[0] = False
+    tree.trunk_fair[0] = False
     (found,) = slow_advantages([("p", tree)])
     assert found.advantage == [1.0, 1.0, -0.5, 0.5, -1.0]
 

@@ -338,11 +338,11 @@ def test_guided_forks_only_successful_trajectories():
     winner = next(i for i, t in enumerate(tree.trajectories) if t.info.get("won"))
     forks = [t for t in tree.trajectories if t.parent >= 0]
     assert forks and {tree.nodes[t.parent].trajectory for t in forks} == {winner}
-    exchangeable = tree.exchangeable()
+    fair = tree.fair()
     continuation = [
         i for i, n in enumerate(tree.nodes) if n.trajectory == winner and n.parent in {t.parent for t in forks}
     ]
-    assert [exchangeable[i] for i in continuation] == [False] * len(continuation)
+    assert [fair[i] for i in continuation] == [False] * len(continuation)
 
 
 def test_guided_without_a_success_samples_more_roots():

@@ -79,9 +79,9 @@ def test_a_lost_branch_is_no_sibling():
 
 def test_the_trunk_is_unfair_only_at_a_point_chosen_by_its_action():
     tree = small_tree()
-    assert tree.exchangeable() == [True] * 5
-    tree.trunk_exchangeable[0] = False
-    assert tree.exchangeable() == [True, False, True, True, True]
+    assert tree.fair() == [True] * 5
+    tree.trunk_fair[0] = False
+    assert tree.fair() == [True, False, True, True, True]
 
 
 def test_a_turn_must_continue_its_trajectory():
@@ -93,7 +93,7 @@ def test_a_turn_must_continue_its_trajectory():
 def test_a_tree_and_its_skeleton_survive_json():
     tree = small_tree()
     tree.nodes[0].actions = ("look", "wait")
-    tree.trunk_exchangeable[0] = False
+    tree.trunk_fair[0] = False
     tree.failures, tree.lessons, tree.fatal = [Failure("SandboxCrashed", "gone", 2)], [0.5], "no such task"
     for form in (tree, tree.skeleton()):
         assert Tree.from_dict(json.loads(json.dumps(form.to_dict()))) == form
@@ -102,14 +102,14 @@ def test_a_tree_and_its_skeleton_survive_json():
 def test_a_skeleton_makes_the_same_forest_without_tokens_and_texts():
     tree = small_tree()
     tree.trajectories[0].info = {"won": False, "goal": "a long text"}
-    tree.trunk_exchangeable[0] = False
+    tree.trunk_fair[0] = False
     bare = tree.skeleton()
     assert not any(isinstance(x, list | str | tuple) and x for node in bare.nodes for x in vars(node).values())
     whole, made = (Forest.of({"p": t}, {"p": "p"}) for t in (tree, bare))
     for name in (
         "parent",
         "trajectory",
-        "exchangeable",
+        "fair",
         "reward",
         "leaf_return",
         "usable",

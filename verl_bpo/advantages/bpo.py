@@ -93,7 +93,8 @@ def sibling_advantages(
 
     *Siblings* are the usable turns with one parent (in the initial state: of one prompt). Two or more of them start new
     segments. An only child continues its parent's segment and has its advantage if it belongs to the same trajectory;
-    otherwise (a lone fork or root sample) it is not valid. *Fair* siblings are those that may stand in a baseline.
+    otherwise (a lone fork or root sample) it is not valid. *Fair* siblings, whose action was drawn
+    from the policy given the state alone, may stand in a baseline.
 
     A trunk that isn't fair, since choosing the branch point looked at what it did there or led to, is not compared with its
     forks: it continues its parent's segment, so that its baseline doesn't depend on its action. Only where that segment
@@ -130,16 +131,16 @@ def sibling_advantages(
             the prefix of a single backbone that is masked until it branches, the constant is no baseline and biases.
         leaf_return: return of a sibling. ``leaf``: of its own trajectory's leaf. ``tree_mean`` [ours]: the mean over
             its usable children's, recursively, which has less variance and the same expectation while all children are
-            fair draws. At a branch point where one isn't (see ``exchangeable``) only the trunk's own continuation has
+            fair draws. At a branch point where one isn't (see ``Forest.fair``) only the trunk's own continuation has
             that expectation: it alone is taken, unless ``trunk_in_siblings='always'``.
         weighting: ``uniform``: 1. ``path_probability`` [ours]: product of 1/siblings over the path from the initial
             state, both ends included. Only the latter makes the sum over turns of weight * advantage * grad log pi an
             unbiased estimate of the policy gradient, and only if branch points are chosen from the state alone, every
             turn is valid, with ``loo`` and without ``normalize``. A failed sibling counts in no product; turns forked
             below it have the factor of the siblings that it leaves.
-        trunk_in_siblings: who is fair. ``auto``: the exchangeable. ``always``: all; if the trunk's action had a say in
+        trunk_in_siblings: who stands in the baselines. ``auto``: the fair. ``always``: all; if the trunk's action had a say in
             choosing the branch point, this shifts the advantages of all its forks by one constant. ``never``: the
-            exchangeable, but no trunk.
+            fair, but no trunk.
 
     Among fair siblings E[A_i | s_b, a_i] = Q(s_b, a_i) - V(s_b); with ``auto`` also for forks of a trunk that isn't a fair
     draw. What such a choice leaves biased is how often each state is trained, not the direction at a state.
@@ -159,30 +160,30 @@ def sibling_advantages(
 
     if baseline == "trajectory":
         roots = torch.where(forest.trunk, forest.parent, ROOT)
-        forest = replace(forest, parent=roots, exchangeable=torch.ones_like(forest.exchangeable))
+        forest = replace(forest, parent=roots, fair=torch.ones_like(forest.fair))
         baseline = "loo"
-    trunk, exchangeable = forest.trunk, forest.exchangeable
+    trunk, fair = forest.trunk, forest.fair
     usable = forest.usable[forest.trajectory]
     if trunk_in_siblings == "always":
-        exchangeable = torch.ones_like(exchangeable)
-    fair = usable & exchangeable
+        fair = torch.ones_like(fair)
+    counted = usable & fair
     if trunk_in_siblings == "never":
-        fair = fair & ~trunk
+        counted = counted & ~trunk
 
     point = _branch_point(forest)
     siblings = _sum_by(point, usable)[point]
     returns = leaf = forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
     if leaf_return == "tree_mean":
-        returns = _tree_means(forest, leaf, point, usable, exchangeable, siblings)
+        returns = _tree_means(forest, leaf, point, usable, fair, siblings)
 
-    keeps = _keeps_its_baseline(forest, usable & trunk & ~exchangeable, usable & (siblings > 1), fair, point)
+    keeps = _keeps_its_baseline(forest, usable & trunk & ~fair, usable & (siblings > 1), counted, point)
     peers = siblings - _sum_by(point, keeps)[point]
 
     # From here on: members m of the G groups of two or more siblings that are compared with each other.
     member = (usable & ~keeps & (peers > 1)).nonzero().squeeze(1)
     _, group = point[member].unique(return_inverse=True)
     n = group.bincount()
-    r, in_baseline = returns[member], fair[member].to(returns.dtype)
+    r, in_baseline = returns[member], counted[member].to(returns.dtype)
     # Deviations from the group's mean, so that large equal returns don't cancel badly.
     deviation = r - (_sum_by(group, r) / n)[group]
     equal = _sum_by(group, deviation.abs()) <= _noise(r) * _sum_by(group, r.abs())
@@ -214,7 +215,7 @@ def sibling_advantages(
         value=returns.masked_fill(~usable, torch.nan),
         baseline=(returns[head] - raw).masked_fill(~valid, torch.nan),
         compared=compared.masked_fill(~valid, 0),
-        fair=fair,
+        fair=counted,
     )
     advantage = torch.zeros_like(returns).index_put((member,), scaled_m)[head]
 
@@ -302,12 +303,12 @@ def _branch_point(forest: Forest) -> Tensor:
 
 
 def _tree_means(
-    forest: Forest, returns: Tensor, point: Tensor, usable: Tensor, exchangeable: Tensor, siblings: Tensor
+    forest: Forest, returns: Tensor, point: Tensor, usable: Tensor, fair: Tensor, siblings: Tensor
 ) -> Tensor:
     """[N]: mean over the children's returns, recursively; ``returns`` at leaves."""
     trunk = forest.trunk
     continued = _sum_by(point, usable & trunk)[point] > 0
-    unfair = _sum_by(point, usable & ~exchangeable)[point] > 0
+    unfair = _sum_by(point, usable & ~fair)[point] > 0
     share = torch.where(unfair, trunk.to(returns.dtype), 1 / siblings.clamp(min=1).to(returns.dtype))
     # No usable trunk goes on from the parent: it failed, or it is a leaf and has its own return.
     share = share.masked_fill(~(usable & continued), 0)
@@ -320,9 +321,9 @@ def _tree_means(
     return means
 
 
-def _keeps_its_baseline(forest: Forest, unfair: Tensor, compared: Tensor, fair: Tensor, point: Tensor) -> Tensor:
+def _keeps_its_baseline(forest: Forest, unfair: Tensor, compared: Tensor, counted: Tensor, point: Tensor) -> Tensor:
     """[N]: trunks that aren't fair and whose trajectory has a baseline from above the branch point."""
-    has_baseline = (compared & (_sum_by(point, fair)[point] > fair.long())).nonzero().squeeze(1)
+    has_baseline = (compared & (_sum_by(point, counted)[point] > counted.long())).nonzero().squeeze(1)
     turn = torch.arange(point.numel(), device=point.device)
     first = torch.full_like(forest.usable, point.numel(), dtype=torch.long)
     first = first.scatter_reduce(0, forest.trajectory[has_baseline], turn[has_baseline], "amin")

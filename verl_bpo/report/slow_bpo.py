@@ -25,12 +25,13 @@ class _Turn:
     trunk: bool
     """It continues its parent's trajectory."""
     usable: bool
-    exchangeable: bool
+    fair: bool
     leaf_return: float
     children: list[_Turn] = field(default_factory=list)
     siblings: list[_Turn] = field(default_factory=list)
     """All usable turns taken where it was, itself included."""
-    fair: bool = False
+    counted: bool = False
+    """It stands in its siblings' baselines."""
     value: float = 0.0
     """Its return as a sibling."""
     keeps: bool = False
@@ -48,7 +49,7 @@ class _Turn:
         """The fair siblings that it can be compared with."""
         if not self.usable or self.keeps or len(self.peers) < 2:
             return []
-        return [turn for turn in self.siblings if turn.fair and turn is not self]
+        return [turn for turn in self.siblings if turn.counted and turn is not self]
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def slow_advantages(
             groups[turn.point].append(turn)
     for turn in turns:
         turn.siblings = groups[turn.point]
-        turn.exchangeable = turn.exchangeable or trunk_in_siblings == "always"
-        turn.fair = turn.usable and turn.exchangeable and not (trunk_in_siblings == "never" and turn.trunk)
+        turn.fair = turn.fair or trunk_in_siblings == "always"
+        turn.counted = turn.usable and turn.fair and not (trunk_in_siblings == "never" and turn.trunk)
     for turn in turns:
-        turn.keeps = turn.usable and turn.trunk and not turn.exchangeable and _has_baseline_above(turn)
+        turn.keeps = turn.usable and turn.trunk and not turn.fair and _has_baseline_above(turn)
     for turn in turns:  # parents first
         # An only child of the same trajectory continues its parent's segment, as does a trunk that keeps its baseline; any
         # other turn begins one.
@@ -123,7 +124,7 @@ def _turns(number: int, prompt: str, tree: Tree, whole: bool) -> list[_Turn]:
     """A tree's turns. ``whole``: each rollout, wherever it forked, counts as if it had started in the initial state."""
     returns = [tree.trajectory_return(t) if t.usable else 0.0 for t in tree.trajectories]
     out: list[_Turn] = []
-    for i, (node, exchangeable) in enumerate(zip(tree.nodes, tree.exchangeable())):
+    for i, (node, fair) in enumerate(zip(tree.nodes, tree.fair())):
         trajectory = tree.trajectories[node.trajectory]
         trunk = trajectory.start != i
         root = node.parent == ROOT or (whole and not trunk)
@@ -132,7 +133,7 @@ def _turns(number: int, prompt: str, tree: Tree, whole: bool) -> list[_Turn]:
             parent=None if root else out[node.parent],
             trunk=trunk,
             usable=trajectory.usable,
-            exchangeable=exchangeable or whole,
+            fair=fair or whole,
             leaf_return=returns[node.trajectory],
         )
         if turn.parent is not None:
@@ -145,7 +146,7 @@ def _has_baseline_above(turn: _Turn) -> bool:
     """Whether an earlier turn of its trajectory has fair siblings to be compared with."""
     while turn.trunk:
         turn = turn.parent
-        if turn.usable and any(other.fair and other is not turn for other in turn.siblings):
+        if turn.usable and any(other.counted and other is not turn for other in turn.siblings):
             return True
     return False
 
@@ -156,7 +157,7 @@ def _tree_mean(turn: _Turn) -> float:
     own = [child for child in below if child.trunk]
     if not own:
         return turn.leaf_return
-    if not all(child.exchangeable for child in below):
+    if not all(child.fair for child in below):
         below = own
     return _mean([child.value for child in below])
 
@@ -165,7 +166,7 @@ def _mean_of_siblings(turn: _Turn, baseline: str) -> float:
     """Mean return of the fair siblings, its own among them with ``mean`` alone."""
     if _all_the_same([s.value for s in turn.peers]):
         return turn.value
-    own = [turn] if baseline == "mean" and turn.fair else []
+    own = [turn] if baseline == "mean" and turn.counted else []
     return _mean([sibling.value for sibling in turn.others + own])
 
 

@@ -29,7 +29,7 @@ class Forest:
     """int64 [N]: the rollout that the turn belongs to, 0..L-1. Its first turn's parent is the branch point or -1."""
     prompt: Tensor
     """int64 [N]: the task. All turns with parent -1 of one prompt are siblings, whichever tree they stand in."""
-    exchangeable: Tensor
+    fair: Tensor
     """bool [N]: False where the action was not a fair draw from the policy given its state, as the trunk's at a branch
     point that was chosen by looking at what the trunk did there."""
     reward: Tensor
@@ -55,7 +55,7 @@ class Forest:
         n, size = self.parent.numel(), self.leaf_return.numel()
         whole, real, yes = (torch.int64,), (torch.float32, torch.float64), (torch.bool,)
         for length, fields in (
-            (n, {"parent": whole, "trajectory": whole, "prompt": whole, "exchangeable": yes}),
+            (n, {"parent": whole, "trajectory": whole, "prompt": whole, "fair": yes}),
             (n, {"reward": real, "score": real, "state_value": real}),
             (size, {"leaf_return": real, "usable": yes, "truncated": yes, "won": yes, "depth": whole}),
         ):
@@ -97,9 +97,9 @@ class Forest:
         for session, tree in trees.items():
             shift, leaf_shift = len(turns), len(leaves)
             prompt = numbers.setdefault(prompts[session], len(numbers))
-            for node, exchangeable in zip(tree.nodes, tree.exchangeable()):
+            for node, fair in zip(tree.nodes, tree.fair()):
                 turns.append((
-                    node.parent + shift if node.parent != ROOT else ROOT, node.trajectory + leaf_shift, prompt, exchangeable,
+                    node.parent + shift if node.parent != ROOT else ROOT, node.trajectory + leaf_shift, prompt, fair,
                     node.reward, nan if node.score is None else node.score,
                     nan if node.state_value is None else node.state_value,
                 ))  # fmt: skip
@@ -114,7 +114,7 @@ class Forest:
 
         return cls(
             **tensor(torch.int64, parent=parent, trajectory=trajectory, prompt=prompt_id, depth=depth),
-            **tensor(torch.bool, exchangeable=fair, usable=usable, truncated=truncated, won=won),
+            **tensor(torch.bool, fair=fair, usable=usable, truncated=truncated, won=won),
             **tensor(torch.float64, reward=reward, score=score, state_value=state_value, leaf_return=leaf_return),
             trees=trees,
         )

@@ -257,7 +257,7 @@ class TreeRollout:
             return
         parent = self.tree.nodes[point.seen.node].parent
         if parent != ROOT:
-            self.tree.trunk_exchangeable[parent] = self.branch.state_only
+            self.tree.trunk_fair[parent] = self.branch.state_only
         indices = [self.tree.add_trajectory(parent) for _ in range(granted)]
         for index in indices:
             self.nesting[index] = self.nesting[point.seen.trajectory] + 1

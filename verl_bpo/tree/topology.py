@@ -55,9 +55,9 @@ class Node:
 class Trajectory:
     """One rollout from ``start`` (its first node) to its leaf.
 
-    ``parent`` is the node after which it was forked, ROOT for root samples. ``exchangeable`` says whether its first
+    ``parent`` is the node after which it was forked, ROOT for root samples. ``fair`` says whether its first
     action is a fair draw from the policy given the state that it starts in; the continuation of a trunk that was forked
-    has no trajectory of its own, see :attr:`Tree.trunk_exchangeable`.
+    has no trajectory of its own, see :attr:`Tree.trunk_fair`.
     """
 
     parent: int = ROOT
@@ -100,7 +100,7 @@ class Tree:
     prompt_ids: list[int]
     nodes: list[Node] = field(default_factory=list)
     trajectories: list[Trajectory] = field(default_factory=list)
-    trunk_exchangeable: dict[int, bool] = field(default_factory=dict)
+    trunk_fair: dict[int, bool] = field(default_factory=dict)
     """Per branch point (the node after which it lies, or ROOT): may the trunk's own continuation stand among the siblings?
     True only when the point was chosen from the state alone."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -166,10 +166,10 @@ class Tree:
         """Whether the task was done; see :func:`verl_bpo.sandbox.base.is_won`."""
         return is_won(trajectory.info, self.trajectory_return(trajectory))
 
-    def exchangeable(self) -> list[bool]:
+    def fair(self) -> list[bool]:
         """Per turn: was its action a fair draw from the policy given its state? A trunk's at a branch point may not be."""
         starts = {t.start for t in self.trajectories}
-        return [i in starts or self.trunk_exchangeable.get(node.parent, True) for i, node in enumerate(self.nodes)]
+        return [i in starts or self.trunk_fair.get(node.parent, True) for i, node in enumerate(self.nodes)]
 
     def skeleton(self) -> Tree:
         """The same tree without tokens and texts: all that estimators and metrics need, small enough to travel with a row."""
@@ -195,11 +195,13 @@ class Tree:
         Raises:
             ValueError: ``data`` is no tree: a field is missing or unknown, or ids don't make one. One line that says which.
         """
-        tree = read(cls, data, "a tree", needed=("nodes", "trajectories", "trunk_exchangeable", "counters"))
+        if isinstance(data, dict) and "trunk_exchangeable" in data:  # as release 0.1 dumped it
+            data = {"trunk_fair" if key == "trunk_exchangeable" else key: value for key, value in data.items()}
+        tree = read(cls, data, "a tree", needed=("nodes", "trajectories", "trunk_fair", "counters"))
         nodes = [read(Node, node, f"turn {i} of a tree") for i, node in enumerate(tree.nodes)]
         trajectories = [read(Trajectory, t, f"trajectory {i} of a tree") for i, t in enumerate(tree.trajectories)]
         tree.failures = [read(Failure, failure, "a failure of a tree") for failure in tree.failures]
-        tree.trunk_exchangeable = {int(point): yes for point, yes in tree.trunk_exchangeable.items()}
+        tree.trunk_fair = {int(point): yes for point, yes in tree.trunk_fair.items()}
         tree.nodes, tree.trajectories = [], [replace(t, start=-1, leaf=-1) for t in trajectories]
         for i, node in enumerate(nodes):
             if not 0 <= node.trajectory < len(trajectories) or not ROOT <= node.parent < i:
