@@ -126,7 +126,6 @@ def as_release_0_1(folder: Path) -> None:
 
 
 def _forget(record: dict) -> None:
-    record["tree"]["trunk_exchangeable"] = record["tree"].pop("trunk_fair")
     for name in ("failures", "lessons", "fatal"):
         del record["tree"][name]
     record["tree"]["trunk_exchangeable"] = record["tree"].pop("trunk_fair")
