@@ -1,0 +1,89 @@
+"""Methods of the lab: how to branch and how to judge, both by the project's own objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.advantages.estimator import Estimate, Estimator, Values
+from verl_bpo.advantages.sapo import SAPO
+from verl_bpo.advantages.sapo_turns import sapo_targets
+from verl_bpo.config.schema import BPOConfig, build
+from verl_bpo.tree.forest import Forest
+
+
+class TreeCritic(Estimator):
+    """A = G - V for every turn, where G is the mean over a turn's children, recursively."""
+
+    gate: bool = False
+    """Whether prompts of which every trajectory lost teach nothing."""
+
+    def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
+        found = sibling_advantages(forest, leaf_return="tree_mean", trunk_in_siblings="always")
+        valid = torch.ones_like(forest.exchangeable)
+        if self.gate:
+            best = torch.zeros(int(forest.prompt.max()) + 1, dtype=torch.float64)
+            best = best.scatter_reduce(0, forest.prompt, forest.leaf_return[forest.trajectory], "amax")
+            valid = best[forest.prompt] > 0
+        advantage = (found.comparison.value - values.v).masked_fill(~valid, 0)
+        return Estimate(advantage, valid.to(advantage), valid)
+
+
+@dataclass(frozen=True)
+class Method:
+    """``bpo.*`` keys over a preset, and an estimator; None is BPO with what ``bpo.advantage`` says."""
+
+    title: str
+    preset: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    estimator: Estimator | None = None
+    critic: bool = False
+    """Whether branching or the estimator looks at V."""
+
+    def config(self, turns: int, samples: int) -> BPOConfig:
+        """As it is run: a tree may take ``samples`` times ``turns`` environment steps."""
+        budget = {"unit": "env_steps", "limit": samples * turns, **self.keys.get("budget", {})}
+        user = {**self.keys, "budget": budget, "env": {"max_turns": turns}}
+        return build(user, self.preset, self.critic)
+
+    def judge(self, config: BPOConfig, forest: Forest) -> Estimate:
+        estimator = self.estimator or config.advantage
+        v = forest.state_value
+        values, _ = sapo_targets(forest, v, v, estimator if isinstance(estimator, SAPO) else SAPO())
+        return estimator(forest, values)
+
+
+FILL = {"budget": {"fill": "root"}}
+ANY = {"trunk_in_siblings": "always", "leaf_return": "tree_mean", "center": False}
+OPEN = {"score": "value", "trunk": "any", "top_k": 40, "depth": 40}
+METHODS = {
+    "rloo": Method("RLOO", "plain", FILL),
+    "grpo": Method("GRPO", "plain", FILL | {"advantage": {"baseline": "mean", "normalize": "sibling_std"}}),
+    "v_baseline": Method("V baseline, plain trajectories", "plain", FILL, SAPO(lam=1.0, normalise=False), True),
+    "gae": Method("PPO: GAE .95, plain trajectories", "plain", FILL, SAPO(bootstrap="v"), True),
+    "paper": Method("`paper`", "paper"),
+    "paper_threshold": Method("`paper_threshold`", "paper_threshold"),
+    "guided": Method("`guided`, success trunk", "guided"),
+    "guided_value": Method("`guided`, by value", "guided", critic=True),
+    "open": Method(
+        "highest V(1-V), siblings, K=3", "guided", {"branch": OPEN | {"forks": 3}, "advantage": ANY}, critic=True
+    ),
+    "tree_critic": Method(
+        "tree critic: highest V(1-V), K=1, 6 roots",
+        "guided",
+        {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage": ANY},
+        TreeCritic(),
+        True,
+    ),
+    "tree_critic_gated": Method(
+        "the same, gated",
+        "guided",
+        {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage": ANY},
+        TreeCritic(gate=True),
+        True,
+    ),
+}
+"""By name. ``guided`` keeps the preset's two rounds of forks; the others fork until the budget is spent."""
