@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ray
 
-from verl_bpo.config.schema import EnvConfig, PlacementConfig
+from verl_bpo.config.worlds import EnvConfig, PlacementConfig
 from verl_bpo.integration.ray_workers import PlacedPools
 
 HERE = Path(__file__)

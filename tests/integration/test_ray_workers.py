@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from verl_bpo.config.schema import EnvConfig, PlacementConfig
+from verl_bpo.config.worlds import EnvConfig, PlacementConfig
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.sandbox import SandboxCrashed, SandboxError, SandboxTimeout
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
@@ -237,7 +237,7 @@ SCRIPT = f"""
 import sys, threading, time
 import ray
 ray.init(address=sys.argv[1], log_to_driver=False)
-from verl_bpo.config.schema import EnvConfig, PlacementConfig
+from verl_bpo.config.worlds import EnvConfig, PlacementConfig
 from verl_bpo.integration.ray_workers import PlacedPools
 placement = PlacementConfig(where="ray", num_cpus=0.1, resources={{"sandbox": 1}})
 pool = PlacedPools(EnvConfig(workers=2, placement=placement))[{HOSTILE!r}]

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from verl_bpo.advantages.bpo import BPO
 from verl_bpo.advantages.estimator import ESTIMATORS, Estimator
 from verl_bpo.advantages.sapo import SAPO
+from verl_bpo.config.presets import PRESETS, VALUE_GUIDED
+from verl_bpo.config.worlds import EnvConfig
 from verl_bpo.options import ConfigError, Options, keys, read
-from verl_bpo.sandbox.loading import BACKENDS, EnvironmentUnavailable
-from verl_bpo.shells.base import SHELLS
-from verl_bpo.shells.container import ContainerConfig
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.prompting import PromptConfig
 from verl_bpo.tree.selectors import NoBranching, selector_class
@@ -36,91 +36,6 @@ class BudgetConfig(Options):
     """The budget of one tree, in that unit. A trajectory starts only if its longest possible course fits."""
     fill: Literal["root", "none"] = "root"
     """What branching left over: ``root`` samples more trajectories from the initial state, ``none`` leaves it."""
-
-
-class PlacementConfig(Options):
-    """Where the processes run that worlds live in."""
-
-    where: Literal["local", "ray"] = "local"
-    """``local``: beside the rollout worker. ``ray``: in Ray actors, for which Ray finds nodes by the keys below; sandboxes can
-    so have CPU nodes to themselves. Tasks' files must then be at the same paths there."""
-    worlds: Positive = 16
-    """``ray``: most worlds of one actor. A rollout worker starts actors as its ``bpo.env.workers`` need them."""
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0
-    """``ray``: CPUs that an actor reserves."""
-    resources: dict[str, Any] = {}
-    """``ray``: custom resources that an actor reserves: ``{sandbox: 1}`` for nodes that offer it (``ray start
-    --resources='{"sandbox": 8}'``)."""
-    strategy: Literal["SPREAD", "DEFAULT"] = "SPREAD"
-    """``ray``: ``SPREAD`` puts actors on different nodes, ``DEFAULT`` fills one after the other."""
-    start_timeout: Seconds = 120.0
-    """``ray``: seconds to wait for a place. Where none is found the run ends with what was asked for and what there is."""
-
-    @model_validator(mode="after")
-    def _check(self) -> PlacementConfig:
-        key = "bpo.env.placement"
-        if self.num_cpus > 1 and self.num_cpus % 1:  # Ray's own rule
-            raise ConfigError(f"{key}.num_cpus={self.num_cpus} must be whole if above 1")
-        for name, amount in self.resources.items():
-            if name in ("CPU", "GPU", "memory", "object_store_memory"):
-                raise ConfigError(f"{key}.resources.{name} is no custom resource: CPUs are asked for by {key}.num_cpus")
-            number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
-            if not number or amount <= 0 or (amount > 1 and amount % 1):
-                raise ConfigError(f"{key}.resources.{name}={amount!r} must be a number above 0, and whole if above 1")
-        return self
-
-    @property
-    def asked(self) -> dict[str, float]:
-        """What an actor asks Ray for."""
-        return {"CPU": self.num_cpus, **self.resources} if self.num_cpus else dict(self.resources)
-
-
-class EnvConfig(Options):
-    name: str = ""
-    """Environment of rows that name none: ``textworld``, ``alfworld``, ``package.module:Class`` or ``file.py:Class``.
-    A row's ``extra_info.env`` wins."""
-    kwargs: dict[str, Any] = {}
-    """Passed to the environment's constructor."""
-    max_turns: Positive = 20
-    """Turns after which an episode is truncated."""
-    max_action_tokens: Positive = 64
-    """Longest action in tokens."""
-    backend: str = "memory"
-    """How a world is snapshot: ``memory`` (its own save/load or a copy), ``fork`` (its process), ``replay`` (its
-    actions played again), or an own backend, ``file.py:Class``."""
-    isolation: Literal["process", "none"] = "process"
-    """``process``: worlds live in child processes that may crash or hang alone. ``none``: in the rollout worker."""
-    workers: Positive = 2
-    """Worlds open at once in one rollout worker; further trees wait."""
-    step_timeout: Seconds = 60.0
-    """Seconds an action may take."""
-    reset_timeout: Seconds = 300.0
-    """Seconds opening a task may take."""
-    snapshot_mb: Positive = 4096
-    """MiB that one tree's snapshots may take, as far as their size is known. Above it those used least recently are
-    forgotten, and played again if a fork needs them."""
-    execution: str = "local"
-    """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
-    ``container``, on Podman or Docker, or in an own kind of shell, ``file.py:Class``, whose options ``kwargs.shell`` holds."""
-    container: ContainerConfig = ContainerConfig()
-    placement: PlacementConfig = PlacementConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> EnvConfig:
-        for key, registry in (("execution", SHELLS), ("backend", BACKENDS)):
-            if not registry.knows(getattr(self, key)):
-                raise ConfigError(f"bpo.env.{key}={getattr(self, key)!r} is not one of {registry.describe()}")
-        if self.placement.where == "ray" and self.isolation == "none":
-            raise ConfigError(
-                "bpo.env.isolation=none keeps worlds in the rollout worker, bpo.env.placement.where=ray elsewhere: set "
-                "isolation=process"
-            )
-        return self
-
-    @property
-    def shell_options(self) -> dict[str, Any]:
-        """Options of the shells that have keys of their own."""
-        return self.container.model_dump() if self.execution == "container" else {}
 
 
 PackedBackend = Literal["auto", "sdpa", "flash_attn", "torch_varlen", "flex"]
@@ -144,41 +59,6 @@ class PackedTreeConfig(Options):
         if isinstance(values, dict) and "frugal" in values:
             raise ConfigError("bpo.packed_tree.frugal is called bpo.packed_tree.chunked now")
         return values
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "plain": {"branch": {"selector": "none"}, "budget": {"unit": "leaves", "limit": 1, "fill": "none"}},
-    "paper": {
-        "branch": {"selector": "most_uncertain", "forks": 2, "root_samples": 1, "depth": 1},
-        "budget": {"unit": "leaves", "limit": 8, "fill": "none"},
-        "advantage": {"leaf_return": "leaf", "baseline": "loo"},
-    },
-    "paper_threshold": {
-        "branch": {"selector": "threshold", "forks": 2, "root_samples": 1, "depth": 1},
-        "budget": {"unit": "leaves", "limit": 8},
-        "advantage": {"leaf_return": "leaf", "baseline": "loo"},
-    },
-    "guided": {
-        "branch": {
-            "selector": "top_k",
-            "forks": 2,
-            "top_k": 2,
-            "entropy_tokens": "open",
-            "trunk": "success",
-            "root_samples": 4,
-            "depth": 2,
-        },
-        "budget": {"unit": "leaves", "limit": 8},
-        "advantage": {"leaf_return": "tree_mean", "baseline": "loo", "center": True},
-    },
-}
-"""``plain``: no branching, what the baselines use. ``paper``: one backbone and, at its most uncertain states, the other
-trajectories of the budget as forks; leaf returns. ``paper_threshold``, what release 0.1 called ``paper``: forks wherever the
-entropy reaches a threshold while the backbone runs, first come, first served; what is left becomes root samples.
-``guided``: a root group, forks of its successful trajectories, nested, tree-mean returns (which, with the default
-``trunk_in_siblings=auto``, are leaf returns wherever the branch point was chosen by outcome). Where rollouts know state
-values, ``guided`` forks any trajectory at its states of highest V(1-V) instead."""
-VALUE_GUIDED: dict[str, Any] = {"branch": {"score": "value", "trunk": "any"}}
 
 
 class BPOConfig(Options):

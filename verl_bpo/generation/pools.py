@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl_bpo.config.schema import EnvConfig
+from verl_bpo.config.worlds import EnvConfig
 from verl_bpo.sandbox import SandboxPool
 from verl_bpo.sandbox.loading import load_environment
 

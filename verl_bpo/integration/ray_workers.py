@@ -26,7 +26,7 @@ from verl_bpo.sandbox.loading import EnvironmentUnavailable
 from verl_bpo.sandbox.process import ProcessWorker, read_answer
 
 if TYPE_CHECKING:
-    from verl_bpo.config.schema import EnvConfig, PlacementConfig
+    from verl_bpo.config.worlds import EnvConfig, PlacementConfig
 
 logger = logging.getLogger(__name__)
 
