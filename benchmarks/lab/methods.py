@@ -23,7 +23,7 @@ class TreeCritic(Estimator):
 
     def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
         found = sibling_advantages(forest, leaf_return="tree_mean", trunk_in_siblings="always")
-        valid = torch.ones_like(forest.exchangeable)
+        valid = torch.ones_like(forest.fair)
         if self.gate:
             best = torch.zeros(int(forest.prompt.max()) + 1, dtype=torch.float64)
             best = best.scatter_reduce(0, forest.prompt, forest.leaf_return[forest.trajectory], "amax")

@@ -71,7 +71,7 @@ class Roller:
     states: list[int] = field(default_factory=list)
     """State that every trajectory starts in."""
     returns: list[float] = field(default_factory=list)
-    exchangeable: dict[int, bool] = field(default_factory=dict)
+    fair: dict[int, bool] = field(default_factory=dict)
     lessons: list[float] = field(default_factory=list)
 
     def run(self) -> Roller:
@@ -108,7 +108,7 @@ class Roller:
         nesting = self.starts[point.trajectory][2] + 1
         granted = self._add(parent, point.depth, nesting, state, self._group(point.depth))
         if granted and parent != ROOT:
-            self.exchangeable[parent] = self.branch.state_only
+            self.fair[parent] = self.branch.state_only
 
     def _fork_ranked(self) -> None:
         selector = self.branch.selector
@@ -166,9 +166,9 @@ def forest_of(rollers: list[Roller]) -> tuple[Forest, dict[str, torch.Tensor]]:
         for parent, trajectory, depth, state, action in roller.nodes:
             starts = trajectory not in begun
             begun.add(trajectory)
-            fair = starts or roller.exchangeable.get(parent, True)
+            fair_draw = starts or roller.fair.get(parent, True)
             row = (
-                parent + shift if parent != ROOT else ROOT, trajectory + first, task, fair,
+                parent + shift if parent != ROOT else ROOT, trajectory + first, task, fair_draw,
                 roller.world.entropy[state], roller.world.value[depth][state], depth, state, action,
             )  # fmt: skip
             for column, x in zip(columns, row):
@@ -186,7 +186,7 @@ def forest_of(rollers: list[Roller]) -> tuple[Forest, dict[str, torch.Tensor]]:
         parent=torch.tensor(parent),
         trajectory=owner,
         prompt=torch.tensor(prompt),
-        exchangeable=torch.tensor(fair),
+        fair=torch.tensor(fair),
         reward=leaf[owner] * at_end,
         score=torch.tensor(score, dtype=torch.float64),
         state_value=torch.tensor(value, dtype=torch.float64),

@@ -125,7 +125,7 @@ def shape(forest):
     for i, (p, t) in enumerate(zip(forest.parent.tolist(), forest.trajectory.tolist())):
         depths.append(0 if p < 0 else depths[p] + 1)
         start = order.setdefault(t, [(int(forest.trajectory[p]), depths[p]) if p >= 0 else None])
-        columns = (forest.reward, forest.score, forest.state_value, forest.exchangeable)
+        columns = (forest.reward, forest.score, forest.state_value, forest.fair)
         start.append(tuple(float(c[i]) for c in columns))
     return [(order[t], float(r)) for t, r in enumerate(forest.leaf_return)]
 
