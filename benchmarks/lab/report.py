@@ -36,13 +36,17 @@ def measures(run: dict[str, list[float]], level: float, updates: int) -> dict[st
 
 
 def summary(config: dict[str, Any], runs: dict[str, dict[str, list]]) -> dict[str, Any]:
-    """family -> method -> measure -> [mean, half interval]."""
+    """family -> method -> measure -> [mean, half interval]; ``less``: updates fewer than the first method's, by seed."""
     out: dict[str, Any] = {}
     for family, methods in runs.items():
         keys = config | config["families"][family]
         out[family] = {}
+        first = None
         for method, found in methods.items():
             rows = [measures(run, keys["level"], keys["updates"]) for run in found]
+            first = first or rows
+            for row, base in zip(rows, first):
+                row["less"] = base["updates"] - row["updates"]
             out[family][method] = {"seeds": len(rows)} | {k: interval([r[k] for r in rows]) for k in rows[0]}
     return out
 
@@ -53,16 +57,20 @@ def table(config: dict[str, Any], found: dict[str, Any]) -> str:
     for family, methods in found.items():
         lines += [f"## {family}", "", f"`{config['families'][family]}`", ""]
         lines += [
-            "| method | updates | env steps / 1000 | reached | final | area | V explains |",
-            "|---|" + "---:|" * 6,
+            "| method | updates | fewer than the first | env steps / 1000 | final | area | reached | V explains |",
+            "|---|" + "---:|" * 7,
         ]
         for method, x in methods.items():
             v = "{:.2f} ± {:.2f}".format(*x["explained"]) if METHODS[method].critic else "-"
-            lines.append(
-                f"| {METHODS[method].title} | {x['updates'][0]:.1f} ± {x['updates'][1]:.1f} "
-                f"| {x['steps'][0] / 1000:.1f} ± {x['steps'][1] / 1000:.1f} | {x['reached'][0]:.0%} "
-                f"| {x['final'][0]:.3f} ± {x['final'][1]:.3f} | {x['area'][0]:.3f} ± {x['area'][1]:.3f} | {v} |"
-            )
+            shown = [
+                (x["updates"], 1),
+                (x["less"], 1),
+                ([y / 1000 for y in x["steps"]], 1),
+                (x["final"], 3),
+                (x["area"], 3),
+            ]
+            cells = [f"{mean:.{digits}f} ± {half:.{digits}f}" for (mean, half), digits in shown]
+            lines.append(" | ".join([f"| {METHODS[method].title}", *cells, f"{x['reached'][0]:.0%}", f"{v} |"]))
         lines.append("")
     return "\n".join(lines)
 
