@@ -452,8 +452,8 @@ class TreeRollout:
         """
         while self._tasks:
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            self._tasks -= done
             for task in done:
+                self._tasks.discard(task)  # the others stay, so that the clean-up looks at how they ended
                 task.result()
 
     async def _cleanup(self) -> None:
