@@ -72,7 +72,15 @@ def test_a_resumed_run_reaches_the_same_policy_and_heads(root, sapo_run):
     "estimator, overrides",
     [
         ("sapo", ["bpo.preset=guided", "bpo.branch.root_samples=2", "actor_rollout_ref.rollout.n=2"]),
-        ("bpo", ["bpo.preset=paper", "bpo.branch.selector=quantile", "bpo.branch.share=0.6", "bpo.branch.score=value"]),
+        (
+            "bpo",
+            [
+                "bpo.preset=paper_threshold",
+                "bpo.branch.selector=quantile",
+                "bpo.branch.share=0.6",
+                "bpo.branch.score=value",
+            ],
+        ),
     ],
 )
 def test_trees_branch_by_the_values_that_the_policy_reads(root, estimator, overrides):

@@ -19,7 +19,7 @@ WINDOW = (
     "bpo.prompt.window_turns=1",
 )
 QUANTILE = (
-    *WINDOW, "bpo.branch.selector=quantile", "bpo.branch.share=0.5", "data.train_batch_size=4",
+    *WINDOW, "bpo.preset=paper_threshold", "bpo.branch.selector=quantile", "bpo.branch.share=0.5", "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_coef=0.1", "trainer.total_training_steps=3", "trainer.save_freq=1",
 )  # fmt: skip
