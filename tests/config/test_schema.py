@@ -4,7 +4,7 @@ import pytest
 
 from verl_bpo.config import reference, schema
 from verl_bpo.config.reference import table
-from verl_bpo.config.schema import build
+from verl_bpo.config.schema import build, find_estimator
 from verl_bpo.options import ConfigError
 from verl_bpo.tree.selectors import TopK
 
@@ -27,13 +27,12 @@ def test_presets_are_complete_and_valid():
         ({"branch": {"selector": "entropy"}}, "bpo.branch.selector='entropy' is not one of most_uncertain, threshold"),
         ({"branch": {"forks": 0}}, "bpo.branch.forks=0 must be at least 1"),
         ({"branch": {"forks": "three"}}, "bpo.branch.forks='three' must be int"),
-        ({"branch": {"forks": 1, "entropy_tokens": "all"}}, "without a sibling to compare with"),
         ({"branch": {"trunk": "success"}}, "bpo.branch.trunk is for selector top_k"),
         ({"branch": 3}, "bpo.branch=3 must hold keys"),
         ({"budget": {"unit": "env_steps", "limit": 5}}, "less than one trajectory can cost"),
         ({"budget": {"limit": 0}}, "bpo.budget.limit=0 must be at least 1"),
         ({"budget": {"limit": 2}, "branch": {"root_samples": 4}}, "less than bpo.branch.root_samples=4"),
-        ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, paper_threshold, guided"),
+        ({"preset": "best"}, "bpo.preset='best' is not one of plain, paper, paper_threshold, guided, critic"),
         ({"prompt": {"template": "xml"}}, "prompt.template='xml' is not one of bare, think_action"),
         ({"env": {"execution": "docker"}}, "bpo.env.execution='docker' is not one of .*local.*, package"),
         ({"env": {"container": {"engin": "docker"}}}, "unknown key bpo.env.container.engin; known here: engine, image"),
@@ -58,6 +57,9 @@ def test_whole_numbers_serve_as_floats():
 
 
 def test_a_fork_alone_is_allowed_where_the_trunk_is_a_fair_sibling():
+    with pytest.raises(ConfigError, match="without a sibling to compare with"):
+        find_estimator(build({"branch": {"forks": 1, "entropy_tokens": "all"}}, "paper"), "bpo")
+    assert find_estimator(build({"branch": {"forks": 1, "entropy_tokens": "first"}}, "paper_threshold"), "bpo")
     assert build({"branch": {"forks": 1, "entropy_tokens": "first"}}, "paper_threshold").branch.forks == 1
     assert not build({"branch": {"entropy_tokens": "open"}}, "paper").branch.state_only
 

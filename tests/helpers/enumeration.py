@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import log, prod
 
 import torch
 
+from verl_bpo.advantages.estimator import Estimate
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot
@@ -29,6 +30,8 @@ class Process:
     """Probability of ``a`` in a state."""
     returns: dict[str, float] = field(default_factory=dict)
     """Of whole episodes."""
+    v: dict[str, float] = field(default_factory=dict)
+    """What the rollout's readout says of a state; empty: there is none."""
 
     @classmethod
     def drawn(cls, seed: int, horizon: int, graded: bool) -> Process:
@@ -130,7 +133,10 @@ def outcomes(process: Process, config: BPOConfig) -> Iterator[tuple[float, Tree]
             if place not in fixed:
                 raise _Undecided(place)
             letter = fixed[place]
-            return Generation([ord(letter)], [log(process.probability(state, letter))], [process.entropy(state)])
+            return Generation(
+                [ord(letter)], [log(process.probability(state, letter))], [process.entropy(state)],
+                state_value=process.v.get(state),
+            )  # fmt: skip
 
         with ThreadPoolExecutor(1) as threads:
             rollout = configured_rollout(
@@ -156,13 +162,15 @@ def _state(tree: Tree, node: int) -> str:
     return "".join(tree.nodes[i].action_text for i in tree.path(tree.nodes[node].parent))
 
 
-def expected_gradient(process: Process, config: BPOConfig) -> tuple[dict[str, float], dict[str, float]]:
+def expected_gradient(
+    process: Process, config: BPOConfig, judge: Callable[[Forest], Estimate] | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
     """Of the logit of ``a`` in every state, the other's being its negative: expected over all trees, and the true direction
-    pi (Q - V)."""
+    pi (Q - V). ``judge`` None: by ``config.advantage``."""
     found = dict.fromkeys(process.p_a, 0.0)
     total = 0.0
     for probability, tree in outcomes(process, config):
-        estimate = config.advantage(Forest.of({"p_0": tree}, {"p_0": "p"}))
+        estimate = (judge or config.advantage)(Forest.of({"p_0": tree}, {"p_0": "p"}))
         total += probability
         for i, (node, a) in enumerate(zip(tree.nodes, (estimate.advantage * estimate.weight).tolist())):
             state = _state(tree, i)

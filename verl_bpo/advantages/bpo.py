@@ -171,13 +171,12 @@ def sibling_advantages(
         counted = counted & ~trunk
 
     point = _branch_point(forest)
-    siblings = _sum_by(point, usable)[point]
-    returns = leaf = forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
-    if leaf_return == "tree_mean":
-        returns = _tree_means(forest, leaf, point, usable, fair, siblings)
+    siblings = sum_by(point, usable)[point]
+    leaf = forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
+    returns = tree_means(forest, fair) if leaf_return == "tree_mean" else leaf
 
     keeps = _keeps_its_baseline(forest, usable & trunk & ~fair, usable & (siblings > 1), counted, point)
-    peers = siblings - _sum_by(point, keeps)[point]
+    peers = siblings - sum_by(point, keeps)[point]
 
     # From here on: members m of the G groups of two or more siblings that are compared with each other.
     member = (usable & ~keeps & (peers > 1)).nonzero().squeeze(1)
@@ -185,14 +184,14 @@ def sibling_advantages(
     n = group.bincount()
     r, in_baseline = returns[member], counted[member].to(returns.dtype)
     # Deviations from the group's mean, so that large equal returns don't cancel badly.
-    deviation = r - (_sum_by(group, r) / n)[group]
-    equal = _sum_by(group, deviation.abs()) <= _noise(r) * _sum_by(group, r.abs())
+    deviation = r - (sum_by(group, r) / n)[group]
+    equal = sum_by(group, deviation.abs()) <= _noise(r) * sum_by(group, r.abs())
     deviation = deviation.masked_fill(equal[group], 0)
-    variance = _sum_by(group, deviation**2) / (n - 1)
+    variance = sum_by(group, deviation**2) / (n - 1)
 
-    n_fair = _sum_by(group, in_baseline)[group]
+    n_fair = sum_by(group, in_baseline)[group]
     others = n_fair - in_baseline
-    total = _sum_by(group, in_baseline * deviation)[group]
+    total = sum_by(group, in_baseline * deviation)[group]
     if baseline == "mean":
         advantage_m = deviation - total / n_fair.clamp(min=1)
     else:
@@ -302,13 +301,15 @@ def _branch_point(forest: Forest) -> Tensor:
     return torch.where(forest.parent == ROOT, forest.parent.numel() + prompt, forest.parent)
 
 
-def _tree_means(
-    forest: Forest, returns: Tensor, point: Tensor, usable: Tensor, fair: Tensor, siblings: Tensor
-) -> Tensor:
-    """[N]: mean over the children's returns, recursively; ``returns`` at leaves."""
-    trunk = forest.trunk
-    continued = _sum_by(point, usable & trunk)[point] > 0
-    unfair = _sum_by(point, usable & ~fair)[point] > 0
+def tree_means(forest: Forest, fair: Tensor) -> Tensor:
+    """[N]: mean over the usable children's returns, recursively, leaf returns at leaves; of the trunk's continuation alone
+    where a child isn't ``fair``, bool [N]. 0 where not usable."""
+    trunk, usable = forest.trunk, forest.usable[forest.trajectory]
+    point = _branch_point(forest)
+    siblings = sum_by(point, usable)[point]
+    returns = forest.leaf_return[forest.trajectory].masked_fill(~usable, 0)
+    continued = sum_by(point, usable & trunk)[point] > 0
+    unfair = sum_by(point, usable & ~fair)[point] > 0
     share = torch.where(unfair, trunk.to(returns.dtype), 1 / siblings.clamp(min=1).to(returns.dtype))
     # No usable trunk goes on from the parent: it failed, or it is a leaf and has its own return.
     share = share.masked_fill(~(usable & continued), 0)
@@ -323,7 +324,7 @@ def _tree_means(
 
 def _keeps_its_baseline(forest: Forest, unfair: Tensor, compared: Tensor, counted: Tensor, point: Tensor) -> Tensor:
     """[N]: trunks that aren't fair and whose trajectory has a baseline from above the branch point."""
-    has_baseline = (compared & (_sum_by(point, counted)[point] > counted.long())).nonzero().squeeze(1)
+    has_baseline = (compared & (sum_by(point, counted)[point] > counted.long())).nonzero().squeeze(1)
     turn = torch.arange(point.numel(), device=point.device)
     first = torch.full_like(forest.usable, point.numel(), dtype=torch.long)
     first = first.scatter_reduce(0, forest.trajectory[has_baseline], turn[has_baseline], "amin")
@@ -344,8 +345,8 @@ def _shrinkage(
     """[members]: leave-one-out mean minus shrunk baseline, (1 - w) (m - b_above) of :func:`sibling_advantages`."""
     prompt = forest.prompt[member].unique(return_inverse=True)[1]
     # From the prompt's mean, so that returns that are all equal give exactly 0.
-    from_mean = r - (_sum_by(prompt, r) / prompt.bincount())[prompt]
-    equal = _sum_by(prompt, from_mean.abs()) <= _noise(r) * _sum_by(prompt, r.abs())
+    from_mean = r - (sum_by(prompt, r) / prompt.bincount())[prompt]
+    equal = sum_by(prompt, from_mean.abs()) <= _noise(r) * sum_by(prompt, r.abs())
     m = from_mean.masked_fill(equal[prompt], 0) - loo
 
     # [N]: index into the members of the segment above that has a baseline; -1 if there is none.
@@ -387,11 +388,11 @@ def _sum_along_path(parent: Tensor) -> Tensor:
 
 def _prefix_explained_share(leaf: Tensor, point: Tensor, prompt: Tensor, started: Tensor) -> Tensor:
     """See :attr:`Diagnostics.prefix_explained_share`; all arguments [N], ``started`` is a trajectory's first turn."""
-    kept = (started & (_sum_by(point, started)[point] > 1)).nonzero().squeeze(1)
+    kept = (started & (sum_by(point, started)[point] > 1)).nonzero().squeeze(1)
     r, group, prompt = leaf[kept], *(x[kept].unique(return_inverse=True)[1] for x in (point, prompt))
     n_g, n_p = (x.bincount().to(r.dtype) for x in (group, prompt))  # a quotient of integers would be float32
-    mean_g = _sum_by(group, r) / n_g
-    mean_p = _sum_by(prompt, r) / n_p
+    mean_g = sum_by(group, r) / n_g
+    mean_p = sum_by(prompt, r) / n_p
     prompt_of_group = prompt.new_empty(len(n_g)).index_put_((group,), prompt)
     free = (prompt_of_group.bincount() - 1).sum()
     total = ((r - mean_p[prompt]) ** 2).sum()
@@ -399,11 +400,11 @@ def _prefix_explained_share(leaf: Tensor, point: Tensor, prompt: Tensor, started
         return r.new_zeros(())
     within = ((r - mean_g[group]) ** 2).sum() / (n_g - 1).sum()
     between = (n_g * (mean_g - mean_p[prompt_of_group]) ** 2).sum() - free * within
-    between = between.clamp(min=0) / (n_p - _sum_by(prompt_of_group, n_g**2) / n_p).sum()
+    between = between.clamp(min=0) / (n_p - sum_by(prompt_of_group, n_g**2) / n_p).sum()
     return between / (between + within)
 
 
-def _sum_by(index: Tensor, x: Tensor) -> Tensor:
+def sum_by(index: Tensor, x: Tensor) -> Tensor:
     """Sums of ``x`` by ``index``; bools are counted."""
     x = x.long() if x.dtype == torch.bool else x
     return x.new_zeros(int(index.max()) + 1 if index.numel() else 0).index_add_(0, index, x)

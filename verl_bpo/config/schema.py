@@ -62,14 +62,14 @@ class PackedTreeConfig(Options):
 
 
 class BPOConfig(Options):
-    preset: Literal["plain", "paper", "paper_threshold", "guided"] = "paper"
-    """``paper``, ``paper_threshold``, ``guided`` or ``plain``: values for the keys below that you don't set yourself."""
+    preset: Literal["plain", "paper", "paper_threshold", "guided", "critic"] = "paper"
+    """``paper``, ``paper_threshold``, ``guided``, ``critic`` or ``plain``: values for the keys that you don't set yourself."""
     branch: Branching = Branching()
     budget: BudgetConfig = BudgetConfig()
     advantage: BPO = BPO()
     sapo: SAPO = SAPO()
     estimator: dict[str, Any] = {}
-    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``."""
+    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic``."""
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
     packed_tree: PackedTreeConfig = PackedTreeConfig()
@@ -108,12 +108,6 @@ class BPOConfig(Options):
         return {"always": True, "auto": self.branch.state_only, "never": False}[self.advantage.trunk_in_siblings]
 
     def _check_branching(self) -> None:
-        if self.branch.forks == 1 and not self.trunk_is_sibling:
-            raise ConfigError(
-                f"bpo.branch.forks=1 leaves a fork without a sibling to compare with, since selector "
-                f"{self.branch.selector.NAME} with entropy_tokens={self.branch.entropy_tokens} keeps the trunk out of the "
-                f"baseline: set bpo.branch.forks=2 or more"
-            )
         if self.budget.unit == "leaves" and self.budget.limit < self.branch.root_samples:
             raise ConfigError(
                 f"bpo.budget.limit={self.budget.limit} leaves is less than bpo.branch.root_samples="
@@ -178,11 +172,18 @@ def find_estimator(config: BPOConfig, name: str) -> Estimator | None:
     """The estimator that ``algorithm.adv_estimator`` names, with its parameters; None where it is verl's.
 
     Raises:
-        ConfigError: it can't be loaded, or a parameter is wrong.
+        ConfigError: it can't be loaded, a parameter is wrong, or the trees leave it nothing to compare.
     """
     kind = estimator_class(name)
     if kind is None:
         return None
+    branch = config.branch
+    branches = not isinstance(branch.selector, NoBranching)
+    if "siblings" in kind.NEEDS and branches and branch.forks == 1 and not config.trunk_is_sibling:
+        raise ConfigError(
+            f"bpo.branch.forks=1 leaves a fork without a sibling to compare with, since selector {branch.selector.NAME} "
+            f"with entropy_tokens={branch.entropy_tokens} keeps the trunk out of the baseline: set bpo.branch.forks=2 or more"
+        )
     own = getattr(config, kind.KEYS)
     return own if isinstance(own, kind) else read(kind, own, f"bpo.{kind.KEYS}")
 
