@@ -200,3 +200,24 @@ def test_a_row_leaves_the_boundaries_that_the_readout_finds():
 def test_a_bad_key_is_named(key, value, message):
     with pytest.raises(ConfigError, match=message):
         build({"sapo": {key: value}}, "plain")
+
+
+def test_what_could_be_explained_is_logged_beside_what_v_explains():
+    """Tasks that always end alike are explained by the task; within one task forks that end alike by where they began."""
+
+    def logged(named):
+        trees = Forest.of({f"{prompt}_{i}": tree for i, (prompt, tree) in enumerate(named)}, {
+            f"{prompt}_{i}": prompt for i, (prompt, _) in enumerate(named)
+        })  # fmt: skip
+        zero = torch.zeros(len(trees.parent), dtype=torch.float64)
+        _, metrics = sapo_targets(trees, zero, zero, SAPO())
+        return metrics["sapo/explainable_task"], metrics["sapo/explainable_siblings"]
+
+    assert logged([("p", chain([1.0])), ("p", chain([1.0])), ("q", chain([0.0])), ("q", chain([0.0]))]) == (1, 0)
+    assert logged([("p", chain([1.0])), ("p", chain([0.0])), ("q", chain([1.0])), ("q", chain([0.0]))]) == (0, 0)
+    assert logged([("p", chain([1.0]))]) == (0, 0)
+    won = forked()
+    for i in (2, 3):
+        won.nodes[i].reward = 1.0
+    task, siblings = logged([("p", won), ("p", forked())])
+    assert task == 0 and siblings == pytest.approx(1)

@@ -24,7 +24,7 @@ RESUMED = ["model", "optimizer", "extra"]
 PROMPTS, RESPONSES = [3, 5, 4, 2, 6, 3], [9, 7, 8, 11, 6, 5]
 
 
-def build(folder, kind=MODEL_TYPE, packed=False, model=None, mixed="fp32"):
+def build(folder, kind=MODEL_TYPE, packed=False, model=None, mixed="fp32", lr=1e-2):
     config = HFModelConfig(
         path=str(folder / "model"), load_tokenizer=False, override_config={"attn_implementation": "sdpa"},
         enable_gradient_checkpointing=False, use_remove_padding=packed, **(model or {}),
@@ -38,7 +38,7 @@ def build(folder, kind=MODEL_TYPE, packed=False, model=None, mixed="fp32"):
             strategy="fsdp2", model_dtype="fp32", use_torch_compile=False,
             mixed_precision={"param_dtype": mixed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         ),
-        FSDPOptimizerConfig(lr=1e-2, weight_decay=0.01, total_training_steps=10),
+        FSDPOptimizerConfig(lr=lr, weight_decay=0.01, total_training_steps=10),
         CheckpointConfig(save_contents=[*RESUMED, "hf_model"], load_contents=RESUMED),
     )  # fmt: skip
     engine.initialize()
@@ -67,6 +67,7 @@ def rows(rank=0, ranks=1, seed=0):
         fields[key] = [torch.randn(n, generator=generator) * 0.3 + shift for n in RESPONSES]
     # The first turn of every other row is no target of Q: micro-batches and ranks then hold unequal numbers of them.
     fields["action_weights"] = [(t > row % 2).float() for row, t in enumerate(fields["turn_id"])]
+    fields["fit_returns"] = [(t / 3).float() + row / 4 for row, t in enumerate(fields["turn_id"])]
     fields["loss_mask"] = fields["response_mask"]
     own = slice(rank * len(PROMPTS) // ranks, (rank + 1) * len(PROMPTS) // ranks)
     data = TensorDict(
@@ -203,12 +204,50 @@ def case_ranks(folder):
     return {"parameters": whole(engine), "gradients": gradients, "resumed": heads, "lost": lost}
 
 
+def case_ridge(folder):
+    """Heads that are solved. The policy stands still (lr 0), so that an offline fit of the same hidden states is the same."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    os.environ["VERL_BPO_SAPO"] = SAPO(head_fit="ridge", head_ridge=0.1).model_dump_json()
+    engine = build(folder, lr=0.0)
+    before = {k: v for k, v in whole(engine).items() if not k.startswith("head.")}
+    metrics = train(engine, value_loss(), 1, rank=rank, ranks=ranks, value_step=1)
+    result = {"one_step": whole(engine), "metrics": metrics[0]}
+    result["backbone_stood"] = all(torch.equal(whole(engine)[k], v) for k, v in before.items())
+    engine.save_checkpoint(str(folder / f"ridge-{ranks}"), global_step=1)
+    train(engine, value_loss(), 1, first=1, rank=rank, ranks=ranks, value_step=2)
+    result["continued"] = whole(engine)
+    resumed = build(folder, lr=0.0)
+    resumed.load_checkpoint(str(folder / f"ridge-{ranks}"), del_local_after_load=False)
+    train(resumed, value_loss(), 1, first=1, rank=rank, ranks=ranks, value_step=2)
+    result["resumed"] = whole(resumed)
+    if ranks == 1:
+        result["hidden"] = hidden_states(engine)
+    moving = build(folder)
+    train(moving, value_loss(), 2, rank=rank, ranks=ranks, value_step=1)
+    result["moving"] = whole(moving)
+    return result
+
+
+def hidden_states(engine):
+    """(state, action, return) of every turn of the first mini-batch, by a plain forward."""
+    found = []
+    for row, (ids, turn_id, returns) in enumerate(
+        zip(*(rows()[k].unbind() for k in ("input_ids", "turn_id", "fit_returns")))
+    ):
+        with torch.no_grad():
+            hidden = engine.module(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+        for turn in sorted({*turn_id.tolist()} - {0}):
+            at = (turn_id == turn).nonzero().flatten() + PROMPTS[row]
+            found.append((hidden[at[0] - 1], hidden[at[-1]], returns[at[0] - PROMPTS[row]]))
+    return [torch.stack(column) for column in zip(*found)]
+
+
 if __name__ == "__main__":
     case, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
-    result = {"single": case_single, "ranks": case_ranks}[case](folder)
+    result = {"single": case_single, "ranks": case_ranks, "ridge": case_ridge}[case](folder)
     if torch.distributed.get_rank() == 0:
         torch.save(result, folder / f"{case}-{os.environ['WORLD_SIZE']}.pt")
         print(json.dumps({"done": case}))

@@ -156,6 +156,26 @@ def test_two_ranks_make_the_update_of_one(folder):
         assert value > 0 and two["gradients"][key] == [pytest.approx(value, rel=1e-4)]
 
 
+def test_solved_heads_are_the_ridge_regression_of_the_turns_on_one_rank_and_on_two(folder):
+    one, two = run("ridge", folder, 1), run("ridge", folder, 2)
+    assert one["backbone_stood"]
+    state, action, returns = (x.double() for x in one["hidden"])
+    for i, x in enumerate((state, action)):
+        centred = x - x.mean(0)
+        strength = 0.1 * (centred**2).sum(0).mean()
+        square = centred.T @ centred + strength * torch.eye(x.shape[1])
+        weights = torch.linalg.solve(square, centred.T @ (returns - returns.mean()))
+        torch.testing.assert_close(one["one_step"]["head.weight"][i].double(), weights, rtol=1e-4, atol=1e-5)
+        bias = returns.mean() - weights @ x.mean(0)
+        torch.testing.assert_close(one["one_step"]["head.bias"][i].double(), bias, rtol=1e-4, atol=1e-4)
+    for name in ("one_step", "continued", "moving"):
+        assert_close(two[name], one[name], atol=1e-4)
+    assert moved(one["one_step"], one["continued"]) == ["head.weight", "head.bias"]
+    for result in (one, two):
+        assert moved(result["continued"], result["resumed"]) == []
+    assert one["metrics"]["sapo/head_ridge_v"] == [0.1]
+
+
 @pytest.mark.parametrize(
     "model, engine, message",
     [

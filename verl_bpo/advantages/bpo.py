@@ -198,7 +198,7 @@ def sibling_advantages(
         advantage_m = deviation - (total - in_baseline * deviation) / others.clamp(min=1)
     # A segment has what its first turn has.
     head = _segment_head(forest, trunk & ((siblings <= 1) | keeps))
-    explained = _prefix_explained_share(leaf, point, forest.prompt, usable & ~trunk)
+    explained = prefix_explained_share(forest)
     if baseline == "shrunk":
         advantage_m = advantage_m + _shrinkage(forest, head, member, r, advantage_m, others, explained)
     raw_m = advantage_m.masked_fill(others == 0, 0)
@@ -386,8 +386,22 @@ def _sum_along_path(parent: Tensor) -> Tensor:
     return level
 
 
-def _prefix_explained_share(leaf: Tensor, point: Tensor, prompt: Tensor, started: Tensor) -> Tensor:
-    """See :attr:`Diagnostics.prefix_explained_share`; all arguments [N], ``started`` is a trajectory's first turn."""
+def prefix_explained_share(forest: Forest) -> Tensor:
+    """See :attr:`Diagnostics.prefix_explained_share`."""
+    started = forest.usable[forest.trajectory] & ~forest.trunk
+    return _explained_share(forest, _branch_point(forest), forest.prompt, started)
+
+
+def task_explained_share(forest: Forest) -> Tensor:
+    """Share of the return's variance that the prompt explains, by the same analysis of the trajectories that started in the
+    initial state: what a mean of the prompt's other root samples could explain if it had no noise."""
+    roots = forest.usable[forest.trajectory] & (forest.parent == ROOT)
+    return _explained_share(forest, forest.prompt, torch.zeros_like(forest.prompt), roots)
+
+
+def _explained_share(forest: Forest, point: Tensor, prompt: Tensor, started: Tensor) -> Tensor:
+    """Intraclass correlation of trajectories' returns, by their first turns ``started``; groups ``point`` in ``prompt``."""
+    leaf = forest.leaf_return[forest.trajectory].masked_fill(~started, 0)
     kept = (started & (sum_by(point, started)[point] > 1)).nonzero().squeeze(1)
     r, group, prompt = leaf[kept], *(x[kept].unique(return_inverse=True)[1] for x in (point, prompt))
     n_g, n_p = (x.bincount().to(r.dtype) for x in (group, prompt))  # a quotient of integers would be float32

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from verl_bpo.advantages.estimator import Estimate, Estimator, Values
+from verl_bpo.options import ConfigError
 from verl_bpo.tree.forest import Forest
 
 ESTIMATOR = "SAPO"
@@ -241,11 +242,27 @@ class SAPO(Estimator):
     """How far a value may move from what it was when the batch was sampled before its loss is clipped. None: any."""
     value_grad_scale: NotNegative = 1.0
     """Factor on the value losses' gradient into the backbone: 1 shares it (the paper), 0 leaves the heads a probe."""
+    head_fit: Literal["adam", "ridge"] = "adam"
+    """How the heads learn: by ``adam``, with the losses above, or solved after each update as a ``ridge`` regression of
+    returns (tree means) on hidden states. The losses then train the backbone alone."""
+    head_memory: Annotated[int, Field(ge=1)] = 8
+    """``ridge``: training steps that count. One weighs 1 - 1 / head_memory of the next."""
+    head_ridge: Above0 | None = None
+    """``ridge``: its strength in means of the hidden states' variances. None: the one that predicted new batches best."""
     head_lr: Above0 | None = None
-    """Learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about 0.1 at
-    most, whatever the model's width."""
+    """``adam``: learning rate of the heads. None: 0.1 over the hidden size, so that one step of Adam moves a value by about
+    0.1 at most, whatever the model's width."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Training steps in which only the heads learn, before the policy starts to."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SAPO:
+        if self.head_fit == "ridge" and (self.gamma != 1 or self.truncation != "terminal"):
+            raise ConfigError(
+                f"bpo.sapo.head_fit=ridge fits undiscounted returns of whole trajectories: set bpo.sapo.gamma=1 (is "
+                f"{self.gamma:g}) and bpo.sapo.truncation=terminal (is {self.truncation})"
+            )
+        return self
 
     def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
         """A = G - V, normalised over the turns of the batch."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from verl_bpo.advantages.bpo import prefix_explained_share, task_explained_share
 from verl_bpo.advantages.estimator import Values
 from verl_bpo.advantages.sapo import SAPO, lambda_returns, sarsa_targets
 from verl_bpo.advantages.sapo_losses import explained_variance
@@ -40,6 +41,8 @@ def sapo_targets(forest: Forest, v: torch.Tensor, q: torch.Tensor, config: SAPO)
     realised = lambda_returns(reward, v_t, q_t, trajectory, gamma=config.gamma, lam=1.0, truncated=cut)
     count = max(len(v_t), 1)
     metrics = {
+        "sapo/explainable_task": float(task_explained_share(forest)),
+        "sapo/explainable_siblings": float(prefix_explained_share(forest)),
         "sapo/v_explained_variance": explained_variance(v_t, realised),
         "sapo/q_explained_variance": explained_variance(q_t[learns], realised[learns]),
         "sapo/v_mean": float(v_t.sum() / count),

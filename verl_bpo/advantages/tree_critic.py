@@ -50,7 +50,7 @@ class TreeCritic(Estimator):
     def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
         valid = forest.usable[forest.trajectory] & ~values.v.isnan()
         prompt = forest.prompt.unique(return_inverse=True)[1]
-        earned = _earned_before(forest)
+        earned = forest.earned_before
         fair = torch.ones_like(forest.fair) if self.children == "all" else forest.fair
         g = (tree_means(forest, fair) - earned).masked_fill(~valid, 0)
         v = values.v.masked_fill(~valid, 0)
@@ -117,15 +117,6 @@ def _others(forest: Forest, prompt: Tensor, earned: Tensor) -> tuple[Tensor, Ten
         compared.baseline.isnan(), elsewhere.masked_fill(~elsewhere.isfinite(), torch.nan), compared.baseline
     )
     return others - earned, (compared.head == turn) & ~compared.baseline.isnan()
-
-
-def _earned_before(forest: Forest) -> Tensor:
-    """[N]: rewards on the path from the initial state to the state that the turn was taken in."""
-    total, at = torch.zeros_like(forest.reward), forest.parent
-    while (inner := at != ROOT).any():
-        total = torch.where(inner, total + forest.reward[at], total)
-        at = torch.where(inner, forest.parent[at], at)
-    return total
 
 
 def _of_other_prompts(prompt: Tensor, x: Tensor) -> Tensor:

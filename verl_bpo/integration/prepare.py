@@ -159,7 +159,7 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
     if mode not in ("sync", PLAIN_MODE, VALUE_MODE):
         raise ConfigError(f"trainer.v1.trainer_mode={mode} can't carry trees yet: use sync, which picks ours")
     if readout:
-        _check_readout(config)
+        _check_readout(config, bpo)
     if estimator and bpo.branch.needs_value and engine not in VALUE_ENGINES:
         raise ConfigError(
             f"bpo.branch.score={bpo.branch.selector.score} needs state values during rollouts, which rollout.name={engine} "
@@ -167,7 +167,7 @@ def _check(config: DictConfig, bpo: BPOConfig, estimator: Estimator | None, read
         )
     if bpo.packed_tree.enable:
         _check_packed_trees(config, bpo.packed_tree.backend)
-    _check_model(config, bpo.packed_tree.enable, readout, engine)
+    _check_model(config, bpo, readout, engine)
     if estimator and config.algorithm.use_kl_in_reward:
         raise ConfigError(
             "algorithm.use_kl_in_reward=True adds token rewards, which the returns of turns don't see: set it to False and "
@@ -241,7 +241,7 @@ def _check_trees(config: DictConfig, bpo: BPOConfig) -> None:
         )
 
 
-def _check_readout(config: DictConfig) -> None:
+def _check_readout(config: DictConfig, bpo: BPOConfig) -> None:
     """What the value readout can't work with; each would give wrong values or fail deep inside a worker."""
     sapo = "the value readout of SAPO (Single-rollout Autoregressive Policy Optimization)"
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
@@ -263,6 +263,11 @@ def _check_readout(config: DictConfig) -> None:
     ):
         if selected:
             raise ConfigError(f"{key}=True hides from {sapo} the forward that it reads values in: set it to False")
+    if bpo.sapo.head_fit == "ridge" and bpo.packed_tree.enable and bpo.packed_tree.chunked is not False:
+        raise ConfigError(
+            f"bpo.packed_tree.chunked={bpo.packed_tree.chunked} computes a tree in parts, of which bpo.sapo.head_fit=ridge "
+            f"keeps no hidden states: set bpo.packed_tree.chunked=false"
+        )
     precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
     if str(precision) in FLOAT16:
         raise ConfigError(
@@ -318,16 +323,17 @@ def _check_packed_trees(config: DictConfig, backend: str) -> None:
         raise ConfigError(f"bpo.packed_tree.backend={backend} trains on a GPU only: use auto or sdpa")
 
 
-def _check_model(config: DictConfig, packed: bool, readout: bool, engine: str) -> None:
+def _check_model(config: DictConfig, bpo: BPOConfig, readout: bool, engine: str) -> None:
     """Whether what will run computes this model right: by its config, then by the model itself, without its weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from verl_bpo.model.head_fit import check_width
     from verl_bpo.model.packed_tree.attach import attach
     from verl_bpo.model.support import GENERATOR, PACKED, READOUT, UnsupportedModel, attention_layers, check_config
     from verl_bpo.model.value_readout import attach_value_readout
 
-    generator = engine == "hf"
+    packed, generator = bpo.packed_tree.enable, engine == "hf"
     uses = [use for use, wanted in ((PACKED, packed), (GENERATOR, generator), (READOUT, readout)) if wanted]
     if not uses:
         return
@@ -354,7 +360,9 @@ def _check_model(config: DictConfig, packed: bool, readout: bool, engine: str) -
         if generator:
             attention_layers(empty, GENERATOR)
         if readout:
-            attach_value_readout(empty)
+            width = attach_value_readout(empty).weight.shape[1]
+            if bpo.sapo.head_fit == "ridge":
+                check_width(width)
     except UnsupportedModel as error:
         raise ConfigError(str(error)) from None
 

@@ -13,9 +13,10 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import response_from_nested
 
+from verl_bpo.advantages.bpo import tree_means
 from verl_bpo.advantages.estimator import Values
 from verl_bpo.advantages.sapo_turns import sapo_targets
-from verl_bpo.integration.losses import sapo_loss
+from verl_bpo.integration.losses import FIT_RETURNS, sapo_loss
 from verl_bpo.integration.queue_rows import plain_list
 from verl_bpo.integration.tree_trainer import TreeTrainer
 from verl_bpo.tree.forest import Forest
@@ -64,9 +65,14 @@ class SAPOTrainer(TreeTrainer):
         read = ~trees.state_value.isnan() & ~v.isnan()
         if bool(read.any()):  # the rollout's V of the same state by the same weights
             metrics["sapo/rollout_value_diff"] = float((trees.state_value[read] - v[read]).abs().max())
-        return values, {key: [row.spread(x) for row in rows] for key, x in values.for_loss().items()}
+        learnt = values.for_loss()
+        if self.bpo.sapo.head_fit == "ridge":
+            returns = tree_means(trees, torch.ones_like(trees.fair)) - trees.earned_before
+            learnt[FIT_RETURNS] = returns.masked_fill(~trees.usable[trees.trajectory], 0)
+        return values, {key: [row.spread(x) for row in rows] for key, x in learnt.items()}
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch.extra_info["value_step"] = self.global_steps
         batch.extra_info["value_warmup"] = self.global_steps <= self.bpo.sapo.warmup_steps
         batch = super()._update_actor(batch, metrics)
         for key in [k for k in metrics if k.startswith("actor/sapo/")]:

@@ -13,10 +13,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,7 +32,9 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_bpo.advantages.sapo import SAPO, TurnBoundaries, turn_boundaries
+from verl_bpo.integration.losses import FIT_RETURNS
 from verl_bpo.integration.prepare import FLOAT16
+from verl_bpo.model.head_fit import HeadFit
 from verl_bpo.model.value_readout import (
     IN_ROLLOUT,
     NAME,
@@ -42,6 +48,7 @@ from verl_bpo.model.value_readout import (
 MODEL_TYPE = "language_model_with_value_readout"
 SETTINGS = "VERL_BPO_SAPO"
 """Environment variable with ``bpo.sapo`` as JSON: verl hands its own config sections to an engine, and no other."""
+FIT_FILE = "value_fit.safetensors"
 VALUE_STEP = 0.1
 """How far one step of Adam may move a value under the default learning rate of the heads."""
 
@@ -69,6 +76,8 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
         self.settings = SAPO(**json.loads(os.environ.get(SETTINGS, "{}")))
         self.readout: ValueReadout | None = None
         self._only_heads = False
+        self._fit: HeadFit | None = None
+        self._fitting = False
         self._head_gradients: list[torch.Tensor | None] = []
         if not engine_config.forward_only:
             refuse_unsupported(model_config, engine_config)
@@ -88,6 +97,10 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         readout = attach_value_readout(module, self.settings.value_grad_scale)
         readout.measure_gradients = True
+        if self.settings.head_fit == "ridge":
+            width = readout.weight.shape[1]
+            self._fit = HeadFit(width, self.settings.head_memory, self.settings.head_ridge)
+            readout.keeps_hidden = True
         # A unit of its own, so that it computes in float32 whatever the rest does.
         fully_shard(
             readout,
@@ -142,6 +155,9 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
         if self.readout is None:
             return result
         values, offsets = self.readout.end(), micro_batch["input_ids"].offsets()
+        if self._fitting:
+            turns, returns = read_turns(micro_batch), micro_batch[FIT_RETURNS]
+            self._fit.add(*values.hidden, returns.values()[returns.offsets()[turns.row] + turns.start])
         for key, at, read in zip(
             ("state_values", "action_values"), output_args["value_positions"], (values.state, values.action)
         ):
@@ -166,14 +182,37 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         self._only_heads = bool(tu.get_non_tensor_data(data=data, key="value_warmup", default=False))
         self.readout.pop_gradient_squares()
-        outputs = super().train_batch(data, loss_function)
+        if self._fit is not None:
+            self._fit.begin(tu.get_non_tensor_data(data=data, key="value_step", default=0))
+        self._fitting = self._fit is not None
+        try:
+            outputs = super().train_batch(data, loss_function)
+        finally:
+            self._fitting = False
         squares = self.readout.pop_gradient_squares().to(get_device_id())
         torch.distributed.all_reduce(squares, group=self.get_data_parallel_group())
         # verl multiplies a rank's loss by their number, since FSDP averages gradients.
         policy, value = (squares.sqrt() / self.get_data_parallel_size()).tolist()
         if self.is_mp_src_rank_with_outputs():
             outputs["metrics"].update({"sapo/gradient_policy": [policy], "sapo/gradient_value": [value]})
+        if self._fit is not None:
+            outputs["metrics"].update(self._solve_heads())
         return outputs
+
+    def _solve_heads(self) -> dict[str, list[float]]:
+        """Write the heads that fit all turns seen; what to log of it."""
+        start = time.perf_counter()
+        self.readout.load_own_state(
+            self._fit.finish(lambda sums: torch.distributed.all_reduce(sums, group=self.get_data_parallel_group()))
+        )
+        if not self.is_mp_src_rank_with_outputs():
+            return {}
+        v, q = self._fit.ridge
+        return {
+            "sapo/head_ridge_v": [v],
+            "sapo/head_ridge_q": [q],
+            "sapo/head_fit_seconds": [time.perf_counter() - start],
+        }
 
     def optimizer_step(self) -> float:
         """One step. The heads are clipped by their own norm: fresh heads have large gradients, which in a common norm would
@@ -183,7 +222,8 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
         heads = list(self.readout.parameters())
         norm = fsdp2_clip_grad_norm_(heads, max_norm=self.optimizer_config.clip_grad)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self._head_gradients = [p.grad if torch.isfinite(norm) else None for p in heads]
+        stepped = torch.isfinite(norm) and self._fit is None
+        self._head_gradients = [p.grad if stepped else None for p in heads]
         for parameter in heads:
             parameter.grad = None
         if self._only_heads:
@@ -213,19 +253,26 @@ class ValueReadoutEngine(FSDPEngineWithLMHead):
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.readout is not None and local_path is not None:
             save_value_readout(self.readout, Path(local_path) / "huggingface", write=self.rank == 0)
+            if self._fit is not None and self.rank == 0:
+                save_file(self._fit.state(), Path(local_path) / FIT_FILE)
             torch.distributed.barrier()
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(local_path, *args, **kwargs)
         if self.readout is not None and local_path is not None:
-            self.readout.load_own_state(self._read_heads(Path(local_path) / "huggingface"))
+            self.readout.load_own_state(self._of_rank_0(partial(read_value_readout, Path(local_path) / "huggingface")))
+            file = Path(local_path) / FIT_FILE
+            if self._fit is not None and self._of_rank_0(
+                file.is_file
+            ):  # not there if the run had been with adam until now
+                self._fit.load_state(self._of_rank_0(partial(load_file, file)))
 
-    def _read_heads(self, folder: Path) -> dict[str, torch.Tensor]:
+    def _of_rank_0(self, read: Callable[[], Any]) -> Any:
         """What rank 0 reads and wrote: others may be on machines that don't see its disk."""
         found: list[Any] = [None]
         if self.rank == 0:
             try:
-                found = [read_value_readout(folder)]
+                found = [read()]
             except (OSError, ValueError) as error:  # for all ranks, so that none waits for another
                 found = [error]
         torch.distributed.broadcast_object_list(found, src=0)

@@ -60,6 +60,8 @@ class ReadValues:
     """[M]: V of the states."""
     action: Tensor | None = None
     """[K]: Q of the actions."""
+    hidden: tuple[Tensor, Tensor] | None = None
+    """[M, H] and [K, H]: the hidden states that these were read from, without gradient, where the readout keeps them."""
 
 
 def boundary_positions(
@@ -102,6 +104,8 @@ class ValueReadout(nn.Module):
         self.grad_scale = grad_scale
         self.measure_gradients = False
         """Whether :meth:`pop_gradient_squares` has something to tell: costs one pass over the gradient at the top."""
+        self.keeps_hidden = False
+        """Whether what is read comes with its hidden states."""
         self.positions: ReadPositions | None = None
         """Where the next forward reads; None: nowhere."""
         self.values: ReadValues | None = None
@@ -177,6 +181,8 @@ class ValueReadout(nn.Module):
             for read in (state, action):
                 self._scale_and_measure(read)
         self.values.state, self.values.action = self(state, action)
+        if self.keeps_hidden:
+            self.values.hidden = state.detach(), action.detach()
         if not (self.measure_gradients and hidden.requires_grad):
             return None
         policy = hidden.view_as(hidden)  # a name of its own for the gradient that comes from the logits alone

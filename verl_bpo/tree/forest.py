@@ -82,6 +82,15 @@ class Forest:
         """bool [N]: the turn continues its parent's trajectory."""
         return (self.parent != ROOT) & (self.trajectory[self.parent] == self.trajectory)
 
+    @cached_property
+    def earned_before(self) -> Tensor:
+        """[N]: rewards on the way from the initial state to the state that the turn was taken in."""
+        total, at = torch.zeros_like(self.reward), self.parent
+        while (inner := at != ROOT).any():
+            total = torch.where(inner, total + self.reward[at], total)
+            at = torch.where(inner, self.parent[at], ROOT)
+        return total
+
     @classmethod
     def of(cls, trees: Mapping[str, Tree], prompts: Mapping[str, str]) -> Forest:
         """The forest of a batch, ids shifted to be global.
