@@ -5,31 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from verl_bpo.advantages.bpo import sibling_advantages
-from verl_bpo.advantages.estimator import Estimate, Estimator, Values
+from verl_bpo.advantages.estimator import Estimate, Estimator
 from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.advantages.sapo_turns import sapo_targets
+from verl_bpo.advantages.tree_critic import TreeCritic
 from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.tree.forest import Forest
-
-
-class TreeCritic(Estimator):
-    """A = G - V for every turn, where G is the mean over a turn's children, recursively."""
-
-    gate: bool = False
-    """Whether prompts of which every trajectory lost teach nothing."""
-
-    def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
-        found = sibling_advantages(forest, leaf_return="tree_mean", trunk_in_siblings="always")
-        valid = torch.ones_like(forest.fair)
-        if self.gate:
-            best = torch.zeros(int(forest.prompt.max()) + 1, dtype=torch.float64)
-            best = best.scatter_reduce(0, forest.prompt, forest.leaf_return[forest.trajectory], "amax")
-            valid = best[forest.prompt] > 0
-        advantage = (found.comparison.value - values.v).masked_fill(~valid, 0)
-        return Estimate(advantage, valid.to(advantage), valid)
 
 
 @dataclass(frozen=True)
@@ -59,6 +40,7 @@ class Method:
 FILL = {"budget": {"fill": "root"}}
 ANY = {"trunk_in_siblings": "always", "leaf_return": "tree_mean", "center": False}
 OPEN = {"score": "value", "trunk": "any", "top_k": 40, "depth": 40}
+ROOTS_AND_FORKS = {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage": ANY}
 METHODS = {
     "rloo": Method("RLOO", "plain", FILL),
     "grpo": Method("GRPO", "plain", FILL | {"advantage": {"baseline": "mean", "normalize": "sibling_std"}}),
@@ -74,16 +56,18 @@ METHODS = {
     "tree_critic": Method(
         "tree critic: highest V(1-V), K=1, 6 roots",
         "guided",
-        {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage": ANY},
-        TreeCritic(),
+        ROOTS_AND_FORKS,
+        TreeCritic(weight_of_v=1, gate="none"),
         True,
     ),
     "tree_critic_gated": Method(
-        "the same, gated",
-        "guided",
-        {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage": ANY},
-        TreeCritic(gate=True),
-        True,
+        "the same, gated", "guided", ROOTS_AND_FORKS, TreeCritic(weight_of_v=1, gate="prompt"), True
+    ),
+    "tree_critic_measured": Method(
+        "tree critic, V by its measured error, not gated", "guided", ROOTS_AND_FORKS, TreeCritic(gate="none"), True
+    ),
+    "tree_critic_default": Method(
+        "tree critic, V by its measured error, gate `trust`", "guided", ROOTS_AND_FORKS, TreeCritic(), True
     ),
 }
 """By name. ``guided`` keeps the preset's two rounds of forks; the others fork until the budget is spent."""

@@ -205,17 +205,19 @@ def lonely_failures(returns=((0, 0, 0), (0, 1, 0))) -> Forest:
     return replace(f, reward=torch.tensor(flat, dtype=torch.float64), won=torch.tensor(flat) > 0)
 
 
-def test_a_prompt_without_a_win_trains_as_far_as_v_is_right_elsewhere():
-    # Thirty prompts half of which always win. V knows it, or says the opposite; the last prompt has no win.
+def test_a_prompt_without_a_win_trains_as_far_as_v_expected_one_and_is_right_elsewhere():
+    # Thirty prompts half of which always win; the last one doesn't.
     returns = [(1, 1, 1), (0, 0, 0)] * 15
     f = lonely_failures(returns)
     right = f.leaf_return * 0.8 + 0.1
     last = f.prompt == len(returns) - 1
-    for v, low, high in ((right, 0, 0.2), (right.masked_fill(last, 0.5), 0.9, 1.0), (1 - right, 0, 1e-9)):
-        estimate = judged(f, v, weight_of_v=1.0)
-        assert low <= float(estimate.weight[last].mean()) <= high
+    expected = {0.1: 0.0, 0.5: 1 - (1 - 0.4) ** 3, 0.9: 1 - (1 - 0.8) ** 3}  # V is off by 0.1 everywhere
+    for v, weight in expected.items():
+        estimate = judged(f, right.masked_fill(last, v))
+        assert estimate.weight[last].tolist() == pytest.approx([weight] * 3)
         assert (estimate.weight[f.leaf_return[f.trajectory] > 0] == 1).all()
         assert torch.equal(estimate.valid, estimate.weight > 0)
+    assert not judged(f, 1 - right).weight[last].any()
 
 
 def test_the_prompt_gate_leaves_out_prompts_without_a_win_and_the_dead_zone_small_advantages():
@@ -359,8 +361,10 @@ def slow(f: Forest, v: list[float], weight_of_v, children, gate, normalise):
             weight[i] = float(abs(a[i]) > max(zone**0.5, 1e-9))
         elif gate == "none" or not hopeless:
             weight[i] = 1.0
-        elif gate == "trust" and abs(a[i]) > 1e-9:
-            weight[i] = max(1 - zone / a[i] ** 2, 0.0)
+        elif gate == "trust":
+            roots = [j for j in live if parent[j] < 0 and prompt[j] == prompt[i]]
+            least = [min(max(v[j] - squared_error(j) ** 0.5, 0.0), 1.0) for j in roots]
+            weight[i] = 1 - (1 - mean(least)) ** len(roots) if roots else 0.0
         a[i] = a[i] if weight[i] else 0.0
     size = sum(w * x * x for w, x in zip(weight, a)) / max(sum(weight), 1)
     return [x / size**0.5 if normalise and size else x for x in a], weight

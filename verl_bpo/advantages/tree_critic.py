@@ -41,9 +41,10 @@ class TreeCritic(Estimator):
     """Whose mean G is below a branch point that was chosen by what its trunk did: of ``all`` children, or the trunk's own
     continuation, the only ``fair`` return of what stands above."""
     gate: Literal["none", "prompt", "dead_zone", "trust"] = "trust"
-    """Of prompts without a win: ``trust`` weighs a turn by 1 - (z/A)^2, at least 0, where z is the measured error of its
-    baseline; ``prompt`` leaves them out. Of all prompts: ``dead_zone`` leaves out turns whose advantage is smaller than z,
-    ``none`` nothing."""
+    """A prompt without a win is left out by ``prompt`` and kept by ``none``. ``trust`` weighs it by the chance that V saw of
+    a win among its n root samples, 1 - (1 - v)^n with v = V of the initial state less V's measured error, within [0, 1]: so
+    that only failures teach that V, as far as it is right, did not expect. ``dead_zone``, for comparison, leaves out all turns
+    whose advantage is smaller than the measured error of their baseline."""
     normalise: bool = False
     """Divide by the root mean square of the batch's advantages."""
 
@@ -67,7 +68,7 @@ class TreeCritic(Estimator):
             w = torch.where(where, measured if self.weight_of_v is None else self.weight_of_v, w)
         advantage = (g - w * v - (1 - w) * others).masked_fill(~valid, 0)
         error = _squared_error(prompt, product, known & siblings, (g - v) ** 2, valid)
-        weight = self._gated(forest, prompt, advantage, torch.where(w > 0, w * error, 0), valid)
+        weight = self._gated(forest, prompt, v, advantage, torch.where(w > 0, w * error, 0), error, valid)
 
         count = valid.sum().clamp(min=1)
         size = (weight * advantage**2).sum() / weight.sum().clamp(min=1)
@@ -86,7 +87,9 @@ class TreeCritic(Estimator):
             advantage = advantage / size.sqrt()
         return Estimate(advantage.masked_fill(weight == 0, 0), weight, weight > 0, metrics, degenerate=degenerate)
 
-    def _gated(self, forest: Forest, prompt: Tensor, advantage: Tensor, zone: Tensor, valid: Tensor) -> Tensor:
+    def _gated(
+        self, forest: Forest, prompt: Tensor, v: Tensor, advantage: Tensor, zone: Tensor, error: Tensor, valid: Tensor
+    ) -> Tensor:
         """[N]: what each turn weighs; ``zone`` is z^2."""
         weight = valid.to(advantage)
         if self.gate == "dead_zone":
@@ -96,7 +99,10 @@ class TreeCritic(Estimator):
         hopeless = sum_by(prompt, valid & forest.won[forest.trajectory])[prompt] == 0
         left = torch.zeros_like(weight)
         if self.gate == "trust":
-            left = (1 - zone / advantage**2).masked_fill(advantage.abs() <= ROUNDING, 0).clamp(min=0)
+            roots = valid & (forest.parent == ROOT)
+            n = sum_by(prompt, roots)
+            least = (v - error.sqrt()).clamp(0, 1).masked_fill(~roots, 0)
+            left = (1 - (1 - sum_by(prompt, least) / n.clamp(min=1)) ** n)[prompt]
         return torch.where(hopeless, weight * left, weight)
 
 
