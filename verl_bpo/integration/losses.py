@@ -25,9 +25,6 @@ SAPO_FIELDS = ("returns", "action_targets", "old_state_values", "old_action_valu
 """Per-turn constants of the value losses, each on all tokens of its turn: G, y, V and Q of the sampling policy, and whether
 y is a target."""
 
-FIT_RETURNS = "fit_returns"
-"""Likewise, with ``bpo.sapo.head_fit=ridge``: the return that the heads are fitted to."""
-
 
 def sapo_loss(config: Any, sapo: SAPO, model_output: dict, data: Any, dp_group: Any = None) -> tuple[Any, dict]:
     """``policy_loss`` plus the value losses of SAPO (Single-rollout Autoregressive Policy Optimization, arXiv 2608.19842;

@@ -16,9 +16,10 @@ from verl.workers.utils.padding import response_from_nested
 from verl_bpo.advantages.bpo import tree_means
 from verl_bpo.advantages.estimator import Values
 from verl_bpo.advantages.sapo_turns import sapo_targets
-from verl_bpo.integration.losses import FIT_RETURNS, sapo_loss
+from verl_bpo.integration.losses import sapo_loss
 from verl_bpo.integration.queue_rows import plain_list
 from verl_bpo.integration.tree_trainer import TreeTrainer
+from verl_bpo.model.head_fit import FIT_RETURNS
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.rows import RowSpans
 

@@ -32,9 +32,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_bpo.advantages.sapo import SAPO, TurnBoundaries, turn_boundaries
-from verl_bpo.integration.losses import FIT_RETURNS
 from verl_bpo.integration.prepare import FLOAT16
-from verl_bpo.model.head_fit import HeadFit
+from verl_bpo.model.head_fit import FIT_RETURNS, HeadFit
 from verl_bpo.model.value_readout import (
     IN_ROLLOUT,
     NAME,

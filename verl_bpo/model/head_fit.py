@@ -14,6 +14,8 @@ from torch import Tensor
 
 from verl_bpo.model.support import UnsupportedModel
 
+FIT_RETURNS = "fit_returns"
+"""Name of a row's field that holds each turn's return, for the heads to fit, on all tokens of the turn."""
 WIDEST = 4096
 """Largest hidden size: Gram matrices are hidden size squared in float64, four of them, 134 MB each at this size."""
 STRENGTHS = tuple(10.0**k for k in range(-4, 3))
