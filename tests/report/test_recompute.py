@@ -63,9 +63,9 @@ def test_a_reward_changed_in_a_tree_is_found(tmp_path):
 @pytest.mark.parametrize(
     "part, fault, options",
     [
-        ("_tree_means", lambda forest, returns, *rest: returns, {"leaf_return": "tree_mean"}),
+        ("tree_means", lambda forest, fair: forest.leaf_return[forest.trajectory], {"leaf_return": "tree_mean"}),
         ("_product_along_path", lambda parent, factor: factor, {"weighting": "path_probability"}),
-        ("_prefix_explained_share", lambda leaf, *rest: leaf.new_zeros(()), {"baseline": "shrunk"}),
+        ("prefix_explained_share", lambda forest: forest.reward.new_zeros(()), {"baseline": "shrunk"}),
         ("_segment_head", lambda forest, continues: torch.arange(len(continues)), {}),
     ],
 )
