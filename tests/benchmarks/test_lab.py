@@ -5,6 +5,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ class LabSandbox(Sandbox):
     """A world of the lab behind the real interface."""
 
     recoveries = replayed_steps = 0
+    volatile: ClassVar = {}
 
     def __init__(self, world, state=0, depth=0):
         self.world, self.state, self.depth, self.env_steps = world, state, depth, 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import log, prod
+from typing import ClassVar
 
 import torch
 
@@ -65,6 +66,7 @@ class _Undecided(Exception):
 
 class _World:
     recoveries = replayed_steps = 0
+    volatile: ClassVar = {}
 
     def __init__(self, process: Process) -> None:
         self.process = process

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from verl_bpo.advantages.bpo import BPO
+from verl_bpo.advantages.estimator import Estimator
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.record import TreeRecord, dump_advantages
 from verl_bpo.tree.topology import ROOT, Node, Tree
@@ -95,9 +96,12 @@ class FakeRollout:
         trajectory.info = {"won": won}
 
 
-def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str) -> Path:
-    """Write what a run dumps. ``steps``: training step -> prompts -> trees of one prompt."""
-    options = OPTIONS | options
+def write_dump(
+    folder: Path, steps: dict[int, list[list[Tree]]], judge: Estimator | None = None, name: str = "bpo", **options: str
+) -> Path:
+    """Write what a run dumps. ``steps``: training step -> prompts -> trees of one prompt; ``judge`` None: BPO."""
+    judge = judge or BPO(**OPTIONS | options)
+    options = judge.model_dump()
     for kind in ("trees", "advantages"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
     for step, prompts in steps.items():
@@ -107,10 +111,10 @@ def write_dump(folder: Path, steps: dict[int, list[list[Tree]]], **options: str)
         ]  # fmt: skip
         names = [f"{r.uid}_{r.session}" for r in records]
         batch = Forest.of({n: r.tree for n, r in zip(names, records)}, {n: r.uid for n, r in zip(names, records)})
-        result = BPO(**options)(batch)
+        result = judge(batch)
         with open(folder / "trees" / f"{step:06d}-17.jsonl", "w") as file:
             file.writelines(json.dumps(r.to_dict()) + "\n" for r in records)
-        made = [result.record(batch.turns[n], step, r.uid, r.session, options) for n, r in zip(names, records)]
+        made = [result.record(batch.turns[n], step, r.uid, r.session, options, name) for n, r in zip(names, records)]
         dump_advantages(folder, step, made)
     return folder
 

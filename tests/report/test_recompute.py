@@ -7,6 +7,7 @@ import torch
 from fake_run import small_steps, write_dump
 
 from verl_bpo.advantages import bpo
+from verl_bpo.advantages.gigpo import GiGPO
 from verl_bpo.report.recompute import recompute
 
 
@@ -101,3 +102,24 @@ def test_a_dump_without_advantages_says_so(tmp_path):
     (tmp_path / "advantages" / "000001.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match="adv_estimator=bpo"):
         recompute(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "none", "gamma": 1.0, "states": "digest"}])
+def test_gigpos_advantages_are_checked_too(tmp_path, options):
+    steps = small_steps(count=2)
+    for tree in (tree for prompts in steps.values() for trees in prompts for tree in trees):
+        for node in tree.nodes:
+            node.observed, node.digest = len(tree.path(node.parent)), node.parent
+    write_dump(tmp_path, steps, GiGPO(**options), "gigpo")
+    assert [check.matches for check in recompute(tmp_path)] == [True, True]
+    edit(
+        tmp_path / "trees" / "000001-17.jsonl", lambda lines: lines[0]["tree"]["nodes"][1].update(observed=7, digest=7)
+    )
+    assert [check.matches for check in recompute(tmp_path)] == [False, True]
+
+
+def test_an_estimator_without_a_second_definition_is_named(tmp_path, report, capsys):
+    write_dump(tmp_path, small_steps(count=1), name="tree_critic")
+    assert report("recompute", tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "step 1: NOT CHECKED: of tree_critic there is no second definition, only of bpo, gigpo" in said

@@ -55,6 +55,11 @@ class SavingDiary(Diary):
         self.actions = list(state)
 
 
+class DigestedDiary(SavingDiary):
+    def digest(self):
+        return {"entries": " ".join(self.actions[1:])}
+
+
 class HeavyState(tuple):
     nbytes = 1000
 

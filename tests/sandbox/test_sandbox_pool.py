@@ -338,3 +338,22 @@ def test_the_snapshots_used_least_recently_make_room(tmp_path):
         assert (tmp_path / "log").read_text().count("load") > before
         snapshots[0].release()
         assert len(world._kept) <= 3 and world.recoveries == 0
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("backend", BACKENDS.built_in())
+def test_a_branchs_digest_is_its_environments_in_that_branchs_state(backend, isolation):
+    with make_pool("DigestedDiary", backend=backend, isolation=isolation) as pool, pool.open() as world:
+        trunk, _ = world.reset("t", 3)
+        trunk.step("a")
+        (fork,) = trunk.snapshot().fork()
+        fork.step("b")
+        trunk.step("c")
+        assert (fork.digest(), trunk.digest()) == ({"entries": "a b"}, {"entries": "a c"})
+        other, _ = world.reset("t", 3)
+        assert other.digest() == {"entries": ""}
+
+
+def test_an_environment_without_a_digest_has_none():
+    with make_pool("Diary") as pool, pool.open() as world:
+        assert world.reset("t")[0].digest() is None

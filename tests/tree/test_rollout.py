@@ -6,12 +6,20 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
 from verl_bpo.config.schema import build
 from verl_bpo.generation.configured import configured_rollout
-from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, Snapshot, SnapshotUnsupported
+from verl_bpo.sandbox.base import (
+    NoTaskCanWork,
+    Observation,
+    Sandbox,
+    SandboxCrashed,
+    Snapshot,
+    SnapshotUnsupported,
+)
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.forest import Forest
@@ -19,10 +27,13 @@ from verl_bpo.tree.metrics import tree_metrics
 from verl_bpo.tree.prompting import Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import tree_rows
+from verl_bpo.tree.topology import Tree
 
 
 class FakeWorld:
     """Sandboxes whose state is the list of actions so far; ``end`` letters end the episode, ``w`` wins it."""
+
+    volatile: ClassVar = {"times": r"\d+ s"}
 
     def __init__(self, length=5, crash_on=None, no_snapshot=False):
         self.length, self.crash_on, self.no_snapshot = length, crash_on, no_snapshot
@@ -423,3 +434,67 @@ def test_by_value_a_tree_forks_where_the_outcome_is_most_open():
     forks = [t for t in tree.trajectories if t.parent >= 0]
     assert len(forks) == 2 and {tree.depth(t.parent) for t in forks} == {2}  # no success was needed
     assert {node.state_value for node in tree.nodes} == set(values)
+
+
+# --- in which state a turn was taken ----------------------------------------------------------------------------------
+
+
+class ForgetfulSandbox(FakeSandbox):
+    """Shows its last action alone, and how long it took; its digest is all of them."""
+
+    def step(self, action):
+        observation = super().step(action)
+        return replace(observation, text=f"{action}, in {len(self.actions)} s")
+
+    def digest(self):
+        return {"actions": "".join(self.actions)}
+
+
+class ForgetfulWorld(FakeWorld):
+    def reset(self, task, seed=0):
+        return ForgetfulSandbox(self, []), Observation("start")
+
+
+def done_before(tree, node):
+    return "".join(tree.nodes[i].action_text for i in tree.path(tree.nodes[node].parent) if tree.nodes[i].valid_action)
+
+
+@pytest.mark.parametrize("states", ["observation", "digest"])
+def test_equal_ids_are_equal_states_in_all_trees_of_a_task_forks_and_idle_turns_among_them(states, monkeypatch):
+    def fork(self, count=1):
+        return [ForgetfulSandbox(self.world, self.actions) for _ in range(count)]
+
+    monkeypatch.setattr(FakeSnapshot, "fork", fork)
+    seen, forked = {}, 0
+    for seed in range(3):
+        rng = random.Random(seed)
+        policy = ScriptedPolicy(lambda number, rng=rng: rng.choice("ab?"))
+        _, rolled = roll(
+            policy, ForgetfulWorld(), branch={"depth": 3, "threshold": 0.0}, estimator={"states": states}, budget={"limit": 9}
+        )  # fmt: skip
+        tree = Tree.from_dict(rolled.skeleton().to_dict())
+        forked += sum(t.parent >= 0 for t in tree.trajectories)
+        forest = Forest.of({"p_0": tree}, {"p_0": "p"})
+        assert (forest.digest >= 0).all() == (states == "digest") and (forest.observed >= 0).all()
+        for i, node in enumerate(tree.nodes):
+            done = done_before(rolled, i)
+            for kind, state, number in (("seen", done[-1:], node.observed), ("digest", done, node.digest)):
+                if number is not None:
+                    assert seen.setdefault((kind, state), number) == number, "one state has one number"
+    assert forked > 6
+    assert len(set(seen.values())) == len(seen) >= 3, "two states have two"
+    assert sum(kind == "digest" for kind, _ in seen) > 3 or states == "observation"
+
+
+def test_an_environment_without_a_digest_ends_a_run_that_tells_states_by_it():
+    with pytest.raises(NoTaskCanWork, match="states=digest .* this environment gives none: set .*states=observation"):
+        roll(ScriptedPolicy("a"), FakeWorld(), "plain", estimator={"states": "digest"})
+
+
+def test_trees_of_older_dumps_are_read_and_say_nothing_of_states():
+    _, tree = roll(ScriptedPolicy("a"), FakeWorld(), "plain")
+    old = tree.to_dict()
+    for node in old["nodes"]:
+        del node["observed"], node["digest"]
+    forest = Forest.of({"p_0": Tree.from_dict(old)}, {"p_0": "p"})
+    assert (forest.observed == -1).all() and (forest.digest == -1).all()

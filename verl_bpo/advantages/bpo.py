@@ -185,7 +185,7 @@ def sibling_advantages(
     r, in_baseline = returns[member], counted[member].to(returns.dtype)
     # Deviations from the group's mean, so that large equal returns don't cancel badly.
     deviation = r - (sum_by(group, r) / n)[group]
-    equal = sum_by(group, deviation.abs()) <= _noise(r) * sum_by(group, r.abs())
+    equal = sum_by(group, deviation.abs()) <= noise(r) * sum_by(group, r.abs())
     deviation = deviation.masked_fill(equal[group], 0)
     variance = sum_by(group, deviation**2) / (n - 1)
 
@@ -221,7 +221,7 @@ def sibling_advantages(
     count = valid.sum().clamp(min=1)
     mean = raw.sum() / count
     std = (((raw - mean).masked_fill(~valid, 0) ** 2).sum() / count).sqrt()
-    std = std.masked_fill(std <= _noise(raw) * mean.abs(), 0)
+    std = std.masked_fill(std <= noise(raw) * mean.abs(), 0)
     if normalize == "batch_std":
         advantage = advantage / torch.where(std > 0, std, 1)
 
@@ -230,7 +230,7 @@ def sibling_advantages(
         weight = _product_along_path(forest.parent, 1 / siblings.clamp(min=1).to(weight.dtype))
     if center:
         share = weight.masked_fill(~valid, 0)
-        advantage = advantage - (share * advantage).sum() / share.sum().clamp(min=_noise(share))
+        advantage = advantage - (share * advantage).sum() / share.sum().clamp(min=noise(share))
         advantage = advantage.masked_fill(~valid, 0)
 
     return TurnAdvantages(
@@ -316,7 +316,7 @@ def tree_means(forest: Forest, fair: Tensor) -> Tensor:
     leaf = torch.ones_like(usable)
     leaf[forest.parent[trunk]] = False
     means = returns.masked_fill(~leaf, 0)
-    level = _sum_along_path(forest.parent)
+    level = levels(forest.parent)
     for turns in reversed(level.argsort().split(level.bincount().tolist())[2:]):
         means.index_add_(0, forest.parent[turns], share[turns] * means[turns])
     return means
@@ -346,7 +346,7 @@ def _shrinkage(
     prompt = forest.prompt[member].unique(return_inverse=True)[1]
     # From the prompt's mean, so that returns that are all equal give exactly 0.
     from_mean = r - (sum_by(prompt, r) / prompt.bincount())[prompt]
-    equal = sum_by(prompt, from_mean.abs()) <= _noise(r) * sum_by(prompt, r.abs())
+    equal = sum_by(prompt, from_mean.abs()) <= noise(r) * sum_by(prompt, r.abs())
     m = from_mean.masked_fill(equal[prompt], 0) - loo
 
     # [N]: index into the members of the segment above that has a baseline; -1 if there is none.
@@ -359,7 +359,7 @@ def _shrinkage(
 
     b, u = torch.zeros_like(m), torch.zeros_like(m)
     measured = (1 - explained) / others.clamp(min=1)
-    level = _sum_along_path(above)
+    level = levels(above)
     for now in level.argsort().split(level.bincount().tolist()[1:]):
         up = above[now]
         p, s = explained + u[up], measured[now]
@@ -377,7 +377,7 @@ def _product_along_path(parent: Tensor, factor: Tensor) -> Tensor:
     return factor
 
 
-def _sum_along_path(parent: Tensor) -> Tensor:
+def levels(parent: Tensor) -> Tensor:
     """int64 [N]: turns on the path from the initial state to each turn, itself included."""
     level = torch.ones_like(parent)
     while (inner := parent != ROOT).any():
@@ -410,7 +410,7 @@ def _explained_share(forest: Forest, point: Tensor, prompt: Tensor, started: Ten
     prompt_of_group = prompt.new_empty(len(n_g)).index_put_((group,), prompt)
     free = (prompt_of_group.bincount() - 1).sum()
     total = ((r - mean_p[prompt]) ** 2).sum()
-    if free == 0 or total <= _noise(r) ** 2 * (r**2).sum():
+    if free == 0 or total <= noise(r) ** 2 * (r**2).sum():
         return r.new_zeros(())
     within = ((r - mean_g[group]) ** 2).sum() / (n_g - 1).sum()
     between = (n_g * (mean_g - mean_p[prompt_of_group]) ** 2).sum() - free * within
@@ -424,6 +424,6 @@ def sum_by(index: Tensor, x: Tensor) -> Tensor:
     return x.new_zeros(int(index.max()) + 1 if index.numel() else 0).index_add_(0, index, x)
 
 
-def _noise(x: Tensor) -> float:
+def noise(x: Tensor) -> float:
     """Relative difference up to which two means of the same numbers, summed in different orders, are the same."""
     return 64 * torch.finfo(x.dtype).eps

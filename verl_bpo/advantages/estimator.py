@@ -78,7 +78,9 @@ class Estimate:
     degenerate: bool = False
     """Nothing can be learnt from this batch; worth a warning."""
 
-    def record(self, turns: slice, step: int, uid: str, session: int, options: dict[str, Any]) -> AdvantageRecord:
+    def record(
+        self, turns: slice, step: int, uid: str, session: int, options: dict[str, Any], estimator: str = "bpo"
+    ) -> AdvantageRecord:
         """What is dumped of one tree, whose turns are ``turns``."""
 
         def plain(values: Tensor) -> list:
@@ -90,7 +92,7 @@ class Estimate:
             found["head"] = [head - turns.start for head in found["head"]]
             comparison = ComparisonRecord(**found)
         lists = (plain(self.advantage), plain(self.weight), plain(self.valid))
-        return AdvantageRecord(step, uid, session, options, *lists, comparison)
+        return AdvantageRecord(step, uid, session, options, *lists, comparison, estimator)
 
 
 class Estimator(Options, ABC):

@@ -69,7 +69,8 @@ class BPOConfig(Options):
     advantage: BPO = BPO()
     sapo: SAPO = SAPO()
     estimator: dict[str, Any] = {}
-    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic``."""
+    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic`` or
+    ``gigpo``."""
     env: EnvConfig = EnvConfig()
     prompt: PromptConfig = PromptConfig()
     packed_tree: PackedTreeConfig = PackedTreeConfig()
@@ -106,6 +107,11 @@ class BPOConfig(Options):
     def trunk_is_sibling(self) -> bool:
         """Whether a trunk's return stands in its forks' baselines."""
         return {"always": True, "auto": self.branch.state_only, "never": False}[self.advantage.trunk_in_siblings]
+
+    @property
+    def asks_for_digests(self) -> bool:
+        """Whether the estimator tells states by their digests, which rollouts then ask for after every turn."""
+        return self.estimator.get("states") == "digest"
 
     def _check_branching(self) -> None:
         if self.budget.unit == "leaves" and self.budget.limit < self.branch.root_samples:

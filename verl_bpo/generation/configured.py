@@ -29,5 +29,6 @@ def configured_rollout(config: BPOConfig, *, lesson: float | None = None, **part
         budget=budget,
         fill=limits.fill == "root",
         least_forks=1 if config.trunk_is_sibling else 2,
+        digests=config.asks_for_digests,
         **parts,
     )

@@ -279,7 +279,7 @@ class TreeTrainer(FixedUpdates):
             )
 
     def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], estimate: Estimate) -> None:
-        if self.bpo.dump_dir is None or estimate.comparison is None:
+        if self.bpo.dump_dir is None:
             return
         prompt_of = {session_of(k): u for k, u in zip(keys, uids)}
         records = [
@@ -288,7 +288,8 @@ class TreeTrainer(FixedUpdates):
                 self.global_steps,
                 prompt_of[session],
                 int(session.rsplit("_", 1)[1]),
-                self.bpo.advantage.model_dump(),
+                self.estimator.model_dump(),
+                self.config.algorithm.adv_estimator,
             )
             for session, turns in trees.turns.items()
         ]

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from verl_bpo.report.dump import Dump
 from verl_bpo.report.slow_bpo import SlowAdvantages, slow_advantages
+from verl_bpo.report.slow_gigpo import slow_gigpo
 from verl_bpo.tree.record import AdvantageRecord
+
+SLOW = {"bpo": slow_advantages, "gigpo": slow_gigpo}
+"""The second definitions, by the name of the estimator."""
 
 TOLERANCE = 1e-6
 """Largest difference that the order of a sum may make."""
@@ -40,7 +44,7 @@ def recompute(folder: str | Path) -> list[StepCheck]:
     steps = Dump(folder).advantage_steps
     if not steps:
         raise FileNotFoundError(
-            f"{folder} holds no advantages: only a run with algorithm.adv_estimator=bpo writes them"
+            f"{folder} holds no advantages: a run with algorithm.adv_estimator=bpo or gigpo writes such as can be checked"
         )
     return [_check(Dump(folder, step), step) for step in steps]
 
@@ -53,8 +57,13 @@ def _check(dump: Dump, step: int) -> StepCheck:
     found = list(dump)
     if missing := count - len(found):
         return StepCheck(step, count, 0, math.nan, f"the dump lacks {missing} of {count} trees")
-    options = found[0].advantages.options
-    again = slow_advantages([(dumped.record.uid, dumped.tree) for dumped in found], **options)
+    made = found[0].advantages
+    if made.estimator not in SLOW:
+        known = ", ".join(SLOW)
+        return StepCheck(
+            step, count, 0, math.nan, f"of {made.estimator} there is no second definition, only of {known}"
+        )
+    again = SLOW[made.estimator]([(dumped.record.uid, dumped.tree) for dumped in found], **made.options)
     turns = sum(len(dumped.tree.nodes) for dumped in found)
     return StepCheck(step, count, turns, max(map(_difference, (d.advantages for d in found), again)))
 

@@ -251,6 +251,10 @@ class Sandbox(ABC):
             SnapshotUnsupported: this world can't; the message says which setting would.
         """
 
+    def digest(self) -> dict[str, str] | None:
+        """:meth:`Environment.digest` of the present state; None also where the backend can't ask for it."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Give this branch back. Snapshots and forks made from it stay usable. Safe to call twice."""

@@ -99,6 +99,9 @@ class ForkSandbox(Sandbox):
         self.env_steps += 1
         return self._line.call("step", action)
 
+    def digest(self) -> dict[str, str] | None:
+        return self._line.call("digest")
+
     def snapshot(self) -> Snapshot:
         return ForkSnapshot(self._line.fork())
 

@@ -100,7 +100,6 @@ class MemorySandbox(Sandbox):
             return observation
 
     def digest(self) -> dict[str, str] | None:
-        """The environment's own, in this branch's state."""
         with self.shared.lock:
             self._wake()
             return self.shared.environment.digest()

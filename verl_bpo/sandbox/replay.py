@@ -58,6 +58,9 @@ class ReplaySandbox(Sandbox):
         self._history = history.then(action, observation)
         return observation
 
+    def digest(self) -> dict[str, str] | None:
+        return self._live().digest()
+
     def snapshot(self) -> Snapshot:
         self._live()
         return ReplaySnapshot(self._make, self._known())

@@ -79,6 +79,9 @@ class LocalWorker:
     def step(self, key: int, action: str) -> Observation:
         return received(self._objects[key].step(action))
 
+    def digest(self, key: int) -> dict[str, str] | None:
+        return self._objects[key].digest()
+
     def snapshot(self, key: int, snapshot_key: int) -> int | None:
         snapshot = self._objects[key].snapshot()
         self._objects[snapshot_key] = snapshot

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, SandboxError, Snapshot
@@ -55,6 +56,11 @@ class World:
         """
         sandbox = _WorldSandbox(self)
         return sandbox, sandbox.reset(task, seed)
+
+    @property
+    def volatile(self) -> Mapping[str, str]:
+        """What the environment declares as such."""
+        return self._pool.volatile
 
     def close(self) -> None:
         """Give the place in the pool back. It ends this world's sandboxes. Safe to call twice."""
@@ -170,6 +176,12 @@ class _WorldSandbox(Sandbox):
                 raise
             self._history = self._history.then(action, observation)
             return observation
+
+    def digest(self) -> dict[str, str] | None:
+        world = self._world
+        with world._lock:
+            self._wake()
+            return world._call("digest", self._key, timeout=world._pool.step_timeout)
 
     def snapshot(self) -> Snapshot:
         world = self._world

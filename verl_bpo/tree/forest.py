@@ -48,6 +48,11 @@ class Forest:
     """bool [L]: it did the task."""
     depth: Tensor
     """int64 [L]: turns from the initial state to its leaf; 0 if not usable."""
+    observed: Tensor | None = None
+    """int64 [N]: the state that the turn was taken in, by what was observed there: turns of one prompt with one number were
+    taken in one state; -1 where it isn't known. None: nobody told states apart."""
+    digest: Tensor | None = None
+    """Likewise, by the environment's digest."""
     trees: Mapping[str, Tree] = field(default_factory=dict)
     """By session, in the order of the turns: what it was made of, for what is known of a whole tree."""
 
@@ -57,6 +62,7 @@ class Forest:
         for length, fields in (
             (n, {"parent": whole, "trajectory": whole, "prompt": whole, "fair": yes}),
             (n, {"reward": real, "score": real, "state_value": real}),
+            (n, {name: whole for name in ("observed", "digest") if getattr(self, name) is not None}),
             (size, {"leaf_return": real, "usable": yes, "truncated": yes, "won": yes, "depth": whole}),
         ):
             for name, dtypes in fields.items():
@@ -102,6 +108,8 @@ class Forest:
         turns: list[tuple] = []
         leaves: list[tuple] = []
         numbers: dict[str, int] = {}
+        seen: dict[int | None, int] = {None: -1}
+        states: dict[int | None, int] = {None: -1}
         nan = float("nan")
         for session, tree in trees.items():
             shift, leaf_shift = len(turns), len(leaves)
@@ -111,11 +119,14 @@ class Forest:
                     node.parent + shift if node.parent != ROOT else ROOT, node.trajectory + leaf_shift, prompt, fair,
                     node.reward, nan if node.score is None else node.score,
                     nan if node.state_value is None else node.state_value,
+                    seen.setdefault(node.observed, len(seen) - 1), states.setdefault(node.digest, len(states) - 1),
                 ))  # fmt: skip
             for t in tree.trajectories:
                 found = (tree.trajectory_return(t), tree.won(t), tree.depth(t.leaf)) if t.usable else (0.0, False, 0)
                 leaves.append((t.usable, t.end == "truncated", *found))
-        parent, trajectory, prompt_id, fair, reward, score, state_value = zip(*turns) if turns else [()] * 7
+        parent, trajectory, prompt_id, fair, reward, score, state_value, observed, digest = (
+            zip(*turns) if turns else [()] * 9
+        )
         usable, truncated, leaf_return, won, depth = zip(*leaves) if leaves else [()] * 5
 
         def tensor(dtype: torch.dtype, **columns: tuple) -> dict[str, Tensor]:
@@ -123,6 +134,7 @@ class Forest:
 
         return cls(
             **tensor(torch.int64, parent=parent, trajectory=trajectory, prompt=prompt_id, depth=depth),
+            **tensor(torch.int64, observed=observed, digest=digest),
             **tensor(torch.bool, fair=fair, usable=usable, truncated=truncated, won=won),
             **tensor(torch.float64, reward=reward, score=score, state_value=state_value, leaf_return=leaf_return),
             trees=trees,

@@ -76,13 +76,15 @@ class AdvantageRecord:
     uid: str
     session: int
     options: dict[str, Any]
-    """The values of ``bpo.advantage`` they were computed with."""
+    """The estimator's parameters."""
     advantage: list[float]
     weight: list[float]
     valid: list[bool]
     """False where a turn was left out of the loss."""
     comparison: ComparisonRecord | None = None
-    """None in the dumps of release 0.1."""
+    """None where the estimator compares no siblings, and in the dumps of release 0.1."""
+    estimator: str = "bpo"
+    """What ``algorithm.adv_estimator`` named."""
 
     @property
     def key(self) -> Key:

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from itertools import count
@@ -31,6 +31,7 @@ from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation, Prompter
 from verl_bpo.tree.selectors import Choosing, DecisionPoint, NoBranching, Ranking
+from verl_bpo.tree.states import StateId
 from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class World(Protocol):
 
     recoveries: int
     replayed_steps: int
+    volatile: Mapping[str, str]
+    """What observations of one state may differ in."""
 
     def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]: ...
 
@@ -71,6 +74,7 @@ class _Point:
     seen: DecisionPoint
     snapshot: Snapshot | None
     """None in the initial state, which is opened anew."""
+    state: StateId
     conversation: Conversation
     admissible: tuple[str, ...] | None
     info: dict[str, Any]
@@ -93,6 +97,8 @@ class TreeRollout:
     """Whether what branching leaves over goes to further root samples."""
     least_forks: int = 2
     """Fewest forks of one branch point: 2 where the trunk is no sibling to compare a lone one with."""
+    digests: bool = False
+    """Whether every state's digest is asked for: with it two states are told apart that look alike."""
     chance: Callable[[str], float] = lambda place: random.random()
     """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
 
@@ -222,7 +228,7 @@ class TreeRollout:
     async def _root(self, index: int) -> None:
         try:
             started = time.perf_counter()
-            sandbox, observation = await self._call(self._open_root)
+            sandbox, observation, state = await self._call(self._open_root)
             self.counters["reset_seconds"] += time.perf_counter() - started
         except SandboxError as error:
             self._lost(index, error)
@@ -240,7 +246,7 @@ class TreeRollout:
             return
         if not self.tree.prompt_ids:
             self.tree.prompt_ids = list(conversation.ids)
-        await self._trajectory(index, sandbox, conversation, observation.actions, observation.info, ROOT, 0)
+        await self._trajectory(index, sandbox, state, conversation, observation.actions, observation.info, ROOT, 0)
 
     async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
         """Leave a task out whose first prompt doesn't fit."""
@@ -284,14 +290,22 @@ class TreeRollout:
                 continue
             self._spawn(
                 self._trajectory(
-                    index, sandbox, point.conversation, point.admissible, point.info, parent, point.seen.depth
-                )
+                    index,
+                    sandbox,
+                    point.state,
+                    point.conversation,
+                    point.admissible,
+                    point.info,
+                    parent,
+                    point.seen.depth,
+                )  # fmt: skip
             )
 
     async def _trajectory(
         self,
         index: int,
         sandbox: Sandbox,
+        state: StateId,
         conversation: Conversation,
         admissible: tuple[str, ...] | None,
         info: dict[str, Any],
@@ -317,14 +331,15 @@ class TreeRollout:
                 if (depth > start_depth or initial) and self.nesting[index] < self.branch.depth:
                     chosen = self._chooses(seen) and self._may_fork(index, depth)
                     if initial:
-                        point = _Point(seen, None, conversation, admissible, info)
+                        point = _Point(seen, None, state, conversation, admissible, info)
                     elif chosen or isinstance(self.branch.selector, Ranking):
-                        point = await self._snapshot(sandbox, seen, conversation, admissible, info)
-                if action is None:
+                        point = await self._snapshot(sandbox, seen, state, conversation, admissible, info)
+                acted_in = state
+                if action is None:  # which leaves the world as it was
                     observation = self.prompter.no_action(text, admissible)
                     idle += 1
                 else:
-                    observation = await self._call(sandbox.step, action)
+                    observation, state = await self._call(self._step, sandbox, action)
                     info = observation.info
                 self.counters["invalid_actions"] += not valid
                 after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
@@ -344,6 +359,8 @@ class TreeRollout:
                         actions=admissible,
                         score=seen.entropy,
                         state_value=sampled.state_value,
+                        observed=acted_in.observed,
+                        digest=acted_in.digest,
                         cached_tokens=sampled.cached_tokens,
                         prefill_tokens=sampled.prefill_tokens,
                         valid_action=valid,
@@ -374,12 +391,12 @@ class TreeRollout:
             self._open.discard(sandbox)
         self._ends(index, start_depth, steps, tokens)
 
-    async def _snapshot(self, sandbox, seen, conversation, admissible, info) -> _Point:
+    async def _snapshot(self, sandbox, seen, state, conversation, admissible, info) -> _Point:
         started = time.perf_counter()
         snapshot = await self._call(self._take_snapshot, sandbox)
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
-        return _Point(seen, snapshot, conversation, admissible, info)
+        return _Point(seen, snapshot, state, conversation, admissible, info)
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
@@ -420,10 +437,25 @@ class TreeRollout:
 
     # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.
 
-    def _open_root(self) -> tuple[Sandbox, Observation]:
+    def _open_root(self) -> tuple[Sandbox, Observation, StateId]:
         sandbox, observation = self.world.reset(self.task, self.seed)
         self._open.add(sandbox)
-        return sandbox, observation
+        return sandbox, observation, self._state(sandbox, observation)
+
+    def _step(self, sandbox: Sandbox, action: str) -> tuple[Observation, StateId]:
+        observation = sandbox.step(action)
+        return observation, self._state(sandbox, observation)
+
+    def _state(self, sandbox: Sandbox, observation: Observation) -> StateId:
+        digest = None
+        if self.digests and not observation.done:
+            digest = sandbox.digest()
+            if digest is None:
+                raise NoTaskCanWork(
+                    "bpo.estimator.states=digest tells states by their digest, and this environment gives none: set "
+                    "bpo.estimator.states=observation, or write its digest()"
+                )
+        return StateId.of(observation.text, self.world.volatile, digest)
 
     def _open_forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
         sandboxes = point.snapshot.fork(count)

@@ -45,6 +45,10 @@ class Node:
     """Entropy signal (nats) of the state in which this action was taken."""
     state_value: float | None = None
     """V of that state by SAPO's value readout, where the rollout engine gives it."""
+    observed: int | None = None
+    """Identity of that state by what was observed in it, see :class:`verl_bpo.tree.states.StateId`; None in older dumps."""
+    digest: int | None = None
+    """Its identity by the environment's digest, where rollouts ask for it."""
     cached_tokens: int = 0
     prefill_tokens: int = 0
     valid_action: bool = True

@@ -1,0 +1,178 @@
+"""GiGPO against its formulas read path by path, the edges of the definition, and what its expected gradient is."""
+
+from __future__ import annotations
+
+import ast
+import math
+from inspect import getsource
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_bpo.advantages.gigpo import GiGPO
+from verl_bpo.config.schema import build, find_estimator
+from verl_bpo.options import ConfigError
+from verl_bpo.report import slow_gigpo as slow_module
+from verl_bpo.report.slow_gigpo import slow_gigpo
+from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.topology import ROOT, Node, Tree
+
+REWARDS = st.sampled_from([0.0, 0.0, 0.1, 0.2, 1.0, -0.5, 1000.0])
+
+
+def grown(*trajectories: tuple) -> Tree:
+    """(parent, [(state, reward), ...], end) of each trajectory."""
+    tree = Tree(prompt_ids=[1])
+    for parent, turns, end in trajectories:
+        index = tree.add_trajectory(parent)
+        for state, reward in turns:
+            node = Node(parent, index, [1], [0.0], [0.0], reward=reward, observed=state, digest=state % 2)
+            parent = tree.add_node(node)
+        tree.trajectories[index].end = end
+    return tree
+
+
+def forest_of(*trees: tuple[str, Tree]) -> Forest:
+    return Forest.of({str(i): t for i, (_, t) in enumerate(trees)}, {str(i): p for i, (p, _) in enumerate(trees)})
+
+
+@st.composite
+def trees(draw) -> Tree:
+    """Root samples and forks anywhere, forks of forks too; some trajectories lost; few states, so that many coincide."""
+    tree = Tree(prompt_ids=[1])
+    for _ in range(draw(st.integers(0, 7))):
+        inner = [i for i, n in enumerate(tree.nodes) if tree.trajectories[n.trajectory].leaf != i]
+        parent = draw(st.sampled_from([ROOT, *inner]))
+        index = tree.add_trajectory(parent)
+        for _ in range(draw(st.integers(1, 4))):
+            state = draw(st.integers(0, 3))
+            node = Node(parent, index, [1], [0.0], [0.0], reward=draw(REWARDS), observed=state, digest=state % 2)
+            parent = tree.add_node(node)
+        tree.trajectories[index].end = draw(st.sampled_from(["terminated", "terminated", "truncated", "failed"]))
+    return tree
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "omega": st.sampled_from([0.0, 1.0, 0.3]),
+        "gamma": st.sampled_from([0.0, 0.95, 1.0]),
+        "norm": st.sampled_from(["std", "none"]),
+        "states": st.sampled_from(["observation", "digest"]),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), trees()), max_size=4), OPTIONS)
+def test_the_formulas_read_path_by_path_give_the_same(batch, options):
+    forest = forest_of(*batch)
+    found = GiGPO(**options)(forest)
+    assert all(math.isfinite(x) for x in found.metrics.values())
+    assert found.advantage.isfinite().all() and found.weight.isfinite().all()
+    for turns, slow in zip(forest.turns.values(), slow_gigpo(batch, **options), strict=True):
+        assert slow.valid == found.valid[turns].tolist()
+        assert slow.weight == found.weight[turns].tolist()
+        assert slow.advantage == pytest.approx(found.advantage[turns].tolist(), abs=1e-7)
+
+
+def test_the_slow_definition_shares_no_code_with_the_estimator():
+    nodes = ast.walk(ast.parse(getsource(slow_module)))
+    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {n for node in found for n in [getattr(node, "module", None), *(a.name for a in node.names)] if n}
+    assert not {name for name in names if "advantages." in name or name in ("torch", "numpy")}
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_plain_trajectories_by_hand():
+    """Three rollouts of a prompt: returns 1, 0, 0. State 7 is the initial one, state 8 is visited by two of them."""
+    batch = [
+        ("p", grown((ROOT, [(7, 0.0), (8, 1.0)], "terminated"))),
+        ("p", grown((ROOT, [(7, 0.0), (8, 0.0), (9, 0.0)], "terminated"))),
+        ("p", grown((ROOT, [(7, 0.0)], "truncated"))),
+        ("q", grown((ROOT, [(7, 5.0)], "terminated"))),
+    ]
+    found = GiGPO(norm="none", gamma=0.5)(forest_of(*batch))
+    episode = [2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, -1 / 3]
+    step = [0.5 - 0.5 / 3, 0.5, -0.5 / 3, -0.5, 0.0, -0.5 / 3]
+    assert found.advantage[:6].tolist() == pytest.approx([e + s for e, s in zip(episode, step)])
+    assert found.valid.tolist() == [True] * 6 + [False], "a prompt's only rollout has nothing to be compared with"
+    assert found.advantage[6] == 0
+
+    std = GiGPO(gamma=0.5)(forest_of(*batch))
+    spread = math.sqrt(1 / 3) + 1e-6
+    at_first = math.sqrt((0.5**2 * 2 / 3) / 2) + 1e-6
+    at_second = math.sqrt(0.5) + 1e-6
+    expected = [e / spread + s for e, s in zip(episode, [
+        step[0] / at_first, 0.5 / at_second, step[2] / at_first, -0.5 / at_second, 0.0, step[5] / at_first,
+    ])]  # fmt: skip
+    assert std.advantage[:6].tolist() == pytest.approx(expected)
+
+
+def test_a_turn_that_several_paths_share_counts_once():
+    """A trunk (return 1) with two forks (0 and 0) after its first turn; one more root sample (0)."""
+    tree = grown(
+        (ROOT, [(7, 0.0), (8, 1.0)], "terminated"),
+        (0, [(8, 0.0)], "terminated"),
+        (0, [(8, 0.0)], "terminated"),
+        (ROOT, [(7, 0.0)], "terminated"),
+    )
+    found = GiGPO(norm="none", gamma=1.0)(forest_of(("p", tree)))
+    # Four rollouts, mean return 1/4. The first turn leads to returns 1, 0, 0 and stands in its state's group once, with 1/3.
+    assert found.advantage.tolist() == pytest.approx(
+        [(0.75 - 0.25 - 0.25) / 3 + 1 / 6, 0.75 + 2 / 3, -0.25 - 1 / 3, -0.25 - 1 / 3, -0.25 - 1 / 6]
+    )
+    assert found.weight.tolist() == [1.0] * 5
+
+
+def test_one_alone_in_its_state_keeps_its_episodes_advantage():
+    batch = [("p", grown((ROOT, [(i, float(i))], "terminated"))) for i in range(3)]
+    assert GiGPO(norm="none")(forest_of(*batch)).advantage.tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_equal_rewards_teach_nothing_and_say_so():
+    batch = [("p", grown((ROOT, [(1, 0.1), (2, 0.2)], "truncated"))) for _ in range(5)]
+    found = GiGPO()(forest_of(*batch))
+    assert found.degenerate and found.valid.all() and not found.advantage.any()
+
+
+def test_a_lost_trajectory_is_in_no_group_and_its_forks_are():
+    tree = grown(
+        (ROOT, [(7, 0.0), (8, 9.0)], "failed"),
+        (0, [(8, 1.0)], "terminated"),
+        (ROOT, [(7, 0.0)], "terminated"),
+    )
+    found = GiGPO(norm="none", gamma=1.0)(forest_of(("p", tree)))
+    # The lost trunk's first turn leads to the fork, so it stands in its state's group, but no row trains it.
+    assert found.valid.tolist() == [False, False, True, True]
+    assert found.advantage.tolist() == [0.0, 0.0, 0.5, -0.5 - 0.5]
+
+
+def test_states_are_compared_within_a_prompt_alone():
+    batch = [(p, grown((ROOT, [(7, r)], "terminated"))) for p, r in (("a", 1.0), ("b", 0.0), ("a", 0.0), ("b", 5.0))]
+    assert GiGPO(norm="none", omega=1.0)(forest_of(*batch)).advantage.tolist() == [1.0, -5.0, -1.0, 5.0]
+
+
+def test_an_empty_batch_and_one_whose_trees_are_all_lost_have_no_advantage():
+    for batch in ([], [("p", Tree(prompt_ids=[]))], [("p", grown((ROOT, [(1, 0.0)], "failed")))]):
+        found = GiGPO()(forest_of(*batch))
+        assert found.degenerate and not found.valid.any()
+        assert all(math.isfinite(x) for x in found.metrics.values())
+
+
+def test_trees_that_say_nothing_of_states_are_refused():
+    tree = grown((ROOT, [(1, 0.0)], "terminated"))
+    tree.nodes[0].observed = None
+    with pytest.raises(ConfigError, match="states=observation"):
+        GiGPO()(forest_of(("p", tree)))
+    assert GiGPO(states="digest")(forest_of(("p", tree)))
+
+
+def test_a_run_names_it_with_its_parameters():
+    config = build({"estimator": {"omega": 0.5, "states": "digest"}}, "plain")
+    assert find_estimator(config, "gigpo") == GiGPO(omega=0.5, states="digest") and config.asks_for_digests
+    assert not build({}, "plain").asks_for_digests
+    with pytest.raises(ConfigError, match="bpo.estimator.gamma=1.5 must be at most 1"):
+        find_estimator(build({"estimator": {"gamma": 1.5}}, "plain"), "gigpo")
