@@ -151,7 +151,7 @@ class Sampler:
                 wave = []
                 for _ in range(self.workers):
                     row = self.rng.choice(self.panel)
-                    wave.append(rollouts.tree(row.env, row.task, row.seed, f"{kind}/{self.rng.random()}"))
+                    wave.append(rollouts.tree(row, f"{kind}/{self.rng.random()}"))
                 for tree in await asyncio.gather(*wave):
                     if tree.failures:
                         raise RuntimeError(f"a tree lost branches: {tree.failures[0]}")
@@ -269,7 +269,7 @@ def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed
     async def one(rollouts: LocalRollouts, index: int, number: int, bar: tqdm) -> tuple[int, list[float] | None, int]:
         row, depth = rows[index], depths[index]
         name = f"identity/{index}/{number}"
-        tree = await rollouts.tree(row.env, row.task, row.seed, name, lambda score, at, chance: at == depth)
+        tree = await rollouts.tree(row, name, lambda score, at, chance: at == depth)
         bar.update()
         if tree.failures:
             raise RuntimeError(f"a tree lost branches: {tree.failures[0]}")

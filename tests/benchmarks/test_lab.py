@@ -49,7 +49,7 @@ class LabSandbox(Sandbox):
     def __init__(self, world, state=0, depth=0):
         self.world, self.state, self.depth, self.env_steps = world, state, depth, 0
 
-    def reset(self, task, seed=0):
+    def reset(self, task, seed=0, row=None):
         return LabSandbox(self.world), Observation("0")
 
     def step(self, action):

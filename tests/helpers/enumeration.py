@@ -71,7 +71,7 @@ class _World:
     def __init__(self, process: Process) -> None:
         self.process = process
 
-    def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]:
+    def reset(self, task: str, seed: int = 0, row=None) -> tuple[Sandbox, Observation]:
         return _Sandbox(self.process, ""), Observation("")
 
 
@@ -79,7 +79,7 @@ class _Sandbox(Sandbox):
     def __init__(self, process: Process, state: str) -> None:
         self.process, self.state, self.env_steps = process, state, 0
 
-    def reset(self, task: str, seed: int = 0) -> Observation:
+    def reset(self, task: str, seed: int = 0, row=None) -> Observation:
         raise NotImplementedError
 
     def step(self, action: str) -> Observation:

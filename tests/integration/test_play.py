@@ -117,9 +117,9 @@ def options_from_run(config):
 )
 def test_a_row_that_names_no_task_is_told(extra, wrong):
     with pytest.raises(ConfigError, match=wrong):
-        Task.of(extra, None)
+        Task.of({"extra_info": extra}, None)
 
 
 def test_a_row_without_an_environment_is_of_the_configured_one():
-    assert Task.of({"task": "a", "env": None, "seed": None}, "x") == Task("x", "a", 0)
-    assert Task.of({"task": "a", "env": "y", "seed": 1.0}, "x") == Task("y", "a", 1)
+    assert Task.of({"extra_info": {"task": "a", "env": None, "seed": None}}, "x") == Task("x", "a", 0)
+    assert Task.of({"extra_info": {"task": "a", "env": "y", "seed": 1.0}}, "x") == Task("y", "a", 1)

@@ -1,5 +1,6 @@
 """Small worlds to test the backends with. Loaded by path, in child processes too."""
 
+import asyncio
 import ctypes
 import os
 import random
@@ -10,6 +11,7 @@ import threading
 import time
 
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, TaskError
+from verl_bpo.sandbox.turns import Message
 
 
 class Diary(Environment):
@@ -199,3 +201,33 @@ class Machine(Diary):
             return Observation(str(subprocess.run(["sh", "-c", "exit 5"]).returncode))
         super().step(action)
         return Observation(f"{next(self.numbers)} {random.random():.6f} {len(self.actions)}")
+
+
+class Structured(Environment):
+    """Tool calls in, messages out, opened by its prompt row, asynchronously."""
+
+    TOOL = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add to the sum.",
+            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+        },
+    }
+
+    async def reset(self, task, seed=0, row=None):
+        await asyncio.sleep(0)
+        self.sum = row["start"] if row else 0
+        self.loop = id(asyncio.get_running_loop())
+        told = (Message("system", "Add."), Message("user", f"The sum is {self.sum}."))
+        return Observation(messages=told, tools=(self.TOOL,))
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        if isinstance(action, str):
+            return Observation(f"You said {action}.", reward=self.sum, terminated=True)
+        results = []
+        for call in action.calls:
+            self.sum += call.arguments["n"]
+            results.append(call.answered(f"The sum is {self.sum}."))
+        return Observation(messages=tuple(results), info={"threads": threading.active_count()})

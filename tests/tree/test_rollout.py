@@ -40,7 +40,7 @@ class FakeWorld:
         self.live, self.kept, self.lock = set(), set(), threading.Lock()
         self.recoveries, self.replayed_steps = 0, 7
 
-    def reset(self, task, seed=0):
+    def reset(self, task, seed=0, row=None):
         return FakeSandbox(self, []), Observation("start", actions=("a", "b"))
 
 
@@ -62,7 +62,7 @@ class FakeSandbox(Sandbox):
         with world.lock:
             world.live.add(self)
 
-    def reset(self, task, seed=0):
+    def reset(self, task, seed=0, row=None):
         raise NotImplementedError
 
     def step(self, action):
@@ -160,7 +160,7 @@ def test_an_answer_without_an_action_reaches_no_world_and_takes_a_turn(preset):
 
 def test_reasons_for_which_work_was_not_judged_are_counted():
     class Judge(FakeWorld):
-        def reset(self, task, seed=0):
+        def reset(self, task, seed=0, row=None):
             sandbox, observation = super().reset(task, seed)
             step = sandbox.step
             sandbox.step = lambda action: replace(step(action), info={"won": False, "unjudged": "timeout"})

@@ -12,6 +12,7 @@ from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
 from verl_bpo.generation.play import Play
 from verl_bpo.generation.pools import Pools
+from verl_bpo.generation.prompts import Task
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.model.support import longest_sequence
 from verl_bpo.sandbox.base import SandboxError
@@ -62,11 +63,11 @@ class LocalRollouts:
         self.pools.close()
         self.executor.shutdown()
 
-    async def tree(self, env: str, task: str, seed: int, identity: str) -> Tree:
+    async def tree(self, task: Task, identity: str) -> Tree:
         """Roll one tree as ``bpo.branch`` and ``bpo.budget`` say.
 
         Args:
-            env, task, seed: what to open.
+            task: what to open.
             identity: names the tree among all trees of this seed.
 
         Returns:
@@ -86,11 +87,11 @@ class LocalRollouts:
         )
         async with self.slots:
             try:
-                rollout.world = await self._call(self.pools[env].open)
+                rollout.world = await self._call(self.pools[task.env].open)
             except SandboxError as error:
                 return Tree(prompt_ids=[], failures=[Failure.of(error)])
             try:
-                return await rollout.run(task, seed)
+                return await rollout.run(task.task, task.seed, task.row)
             finally:
                 await self._call(rollout.world.close)
 

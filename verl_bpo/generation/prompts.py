@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from verl_bpo.options import ConfigError
+from verl_bpo.sandbox.base import Row
 
+VERLS_OWN = frozenset(
+    [
+        "raw_prompt",
+        "dummy_tensor",
+        "index",
+        "tools_kwargs",
+        "interaction_kwargs",
+        "uid",
+        "session_id",
+        "global_steps",
+        "agent_name",
+        "priority",
+    ]
+)
+"""What verl adds to a row on its way to a rollout."""
 MAKE = "write it with `verl-bpo make-data`"
 
 
@@ -20,10 +36,12 @@ class Task:
     env: str
     task: str
     seed: int
+    row: Row = field(default_factory=dict, compare=False, repr=False)
+    """The file's columns, as plain values."""
 
     @classmethod
-    def of(cls, extra: Any, env: str | None) -> Task:
-        """From a row's ``extra_info``.
+    def of(cls, row: Mapping[str, Any], env: str | None) -> Task:
+        """From a row, as it stands in the file or as verl hands it to a rollout.
 
         Args:
             env: ``bpo.env.name``, which rows that name no environment are of.
@@ -31,6 +49,7 @@ class Task:
         Raises:
             ConfigError: it names no environment or no task.
         """
+        extra = row.get("extra_info")
         found = extra if isinstance(extra, Mapping) else {}
         name, task, seed = found.get("env") or env, found.get("task"), found.get("seed") or 0
         wrong = None
@@ -42,7 +61,16 @@ class Task:
             wrong = f"has seed={seed!r}, which is no whole number"
         if wrong:
             raise ConfigError(f"{wrong} (extra_info={extra!r}): {MAKE}")
-        return cls(name, task, int(seed))
+        return cls(name, task, int(seed), {key: _plain(row[key]) for key in row if key not in VERLS_OWN})
+
+
+def _plain(value: Any) -> Any:
+    """With Python's own containers and numbers in place of numpy's."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def prompt_rows(file: str | Path) -> list[dict[str, Any]]:
@@ -87,7 +115,7 @@ def prompt_tasks(file: str | Path, env: str | None) -> list[Task]:
     tasks = []
     for number, row in enumerate(prompt_rows(file)):
         try:
-            tasks.append(Task.of(row.get("extra_info"), env))
+            tasks.append(Task.of(row, env))
         except ConfigError as error:
             raise ConfigError(f"{file}: row {number} {error}") from None
     return tasks

@@ -97,7 +97,7 @@ class TreeAgentLoop(AgentLoopBase):
             chance=lambda place: self._hash(f"{identity}/{place}/branch") / 2**32,
         )
         try:
-            wanted = Task.of(row.get("extra_info"), self.bpo.env.name)
+            wanted = Task.of(row, self.bpo.env.name)
         except ConfigError as error:
             return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"prompt row {row.get('index')} {error}"))
         env, task = wanted.env, wanted.task
@@ -110,7 +110,7 @@ class TreeAgentLoop(AgentLoopBase):
                 return self._outputs(rollout, _lost(error))
             rollout.world = world
             try:
-                tree = await rollout.run(task, wanted.seed)
+                tree = await rollout.run(task, wanted.seed, wanted.row)
             except NoTaskCanWork as error:
                 # The trainer stops the run with this line.
                 return self._outputs(rollout, Tree(prompt_ids=[], fatal=f"task {task}: {error}"))

@@ -156,7 +156,7 @@ def _wrong_row(row: dict[str, Any], config: DictConfig, bpo: BPOConfig) -> str |
     if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
         return f"has no messages in {config.data.prompt_key} ({str(prompt)[:60]!r}): {MAKE}"
     try:
-        task = Task.of(row.get("extra_info"), bpo.env.name)
+        task = Task.of(row, bpo.env.name)
         lacks = _takes(task.env, json.dumps(bpo.env.kwargs, sort_keys=True, default=str))
         if lacks:
             return lacks

@@ -42,15 +42,18 @@ from verl_bpo.sandbox.fork import ForkBackend
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.pool import SandboxPool
 from verl_bpo.sandbox.replay import ReplaySandbox
+from verl_bpo.sandbox.turns import Action, Message, ToolCall, ToolCalls
 from verl_bpo.sandbox.volatile import VOLATILE
 from verl_bpo.sandbox.world import World
 
 __all__ = [
     "VOLATILE",
+    "Action",
     "Backend",
     "Environment",
     "ForkBackend",
     "MemorySandbox",
+    "Message",
     "NoTaskCanWork",
     "Observation",
     "ReplaySandbox",
@@ -62,5 +65,7 @@ __all__ = [
     "Snapshot",
     "SnapshotUnsupported",
     "TaskError",
+    "ToolCall",
+    "ToolCalls",
     "World",
 ]

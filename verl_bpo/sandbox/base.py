@@ -1,6 +1,6 @@
 """The protocol between rollouts and the worlds that agents act in.
 
-Two roles. An :class:`Environment` is what an author writes: one live world in one state, driven by text. A
+Two roles. An :class:`Environment` is what an author writes: one live world in one state, driven by text or tool calls. A
 :class:`Sandbox` is what a rollout holds: a handle on one branch of that world, which can be snapshot; a :class:`Snapshot`
 forks itself. A :class:`Backend` turns the first into the others, so an author never writes branching code.
 
@@ -9,12 +9,18 @@ Nothing here knows verl, ray or torch.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
+
+from verl_bpo.sandbox.turns import Action, Message, is_schema
+
+Row = Mapping[str, Any]
+"""A row of a prompt file, as plain values."""
 
 
 class NoTaskCanWork(Exception):
@@ -54,7 +60,8 @@ class Observation:
     would have followed still has a value, so an estimator with a critic bootstraps there.
     """
 
-    text: str
+    text: str = ""
+    """What the policy reads, as one message of the user; with ``messages``, all that they say."""
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -65,6 +72,16 @@ class Observation:
     """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist. At the end also
     ``unjudged`` (str), a word for why the work couldn't be judged, with ``problem`` (str), the same in a sentence, and
     ``left_out`` (str), the names of what wasn't judged: metrics count the first, the tree page shows all."""
+    messages: tuple[Message, ...] = ()
+    """The answer as messages with roles, in place of ``text``. None: it is ``text``."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Of the first observation: the tools of this task, as schemas in OpenAI's function form."""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(message, Message) for message in self.messages):
+            raise TypeError(f"Observation.messages is {_shown(self.messages)}: it must be a tuple of Message")
+        if self.messages:
+            object.__setattr__(self, "text", "\n".join(message.content for message in self.messages))
 
     @property
     def done(self) -> bool:
@@ -83,6 +100,10 @@ def received(answer: Any) -> Observation:
         _scalar(answer.reward),
         {name: _scalar(getattr(answer, name)) for name in ("terminated", "truncated")},
     )
+    if not all(map(is_schema, answer.tools)):
+        raise SandboxError(
+            f"Observation.tools is {_shown(answer.tools)}: it must be a tuple of schemas in OpenAI's function form"
+        )
     if not isinstance(answer.text, str):
         raise SandboxError(f"Observation.text is {_shown(answer.text)}: it must be a str")
     if not isinstance(reward, int | float) or not isfinite(reward):
@@ -98,7 +119,8 @@ def received(answer: Any) -> Observation:
     if not isinstance(answer.info, Mapping):
         raise SandboxError(f"Observation.info is {_shown(answer.info)}: it must be a dict")
     info = {key: _scalar(value) for key, value in answer.info.items()}
-    return replace(answer, reward=float(reward), actions=actions, info=info, **ends)
+    structured = {"messages": tuple(answer.messages), "tools": tuple(answer.tools)}
+    return replace(answer, reward=float(reward), actions=actions, info=info, **ends, **structured)
 
 
 def _scalar(value: Any) -> Any:
@@ -135,13 +157,17 @@ class Environment(ABC):
     def reset(self, task: str, seed: int = 0) -> Observation:
         """Open ``task`` (an id or a path that this environment understands).
 
+        One that has a further parameter ``row`` is given the prompt row, a dict of plain values, or None where there is
+        none. It may be ``async``, as ``step`` may.
+
         Raises:
             TaskError: the task doesn't exist or can't be read.
         """
 
     @abstractmethod
-    def step(self, action: str) -> Observation:
-        """Act. An action that the world doesn't understand is an ordinary step with the world's own answer."""
+    def step(self, action: Action) -> Observation:
+        """Act: by a text, or by tool calls where the first observation named tools. An action that the world doesn't
+        understand is an ordinary step with the world's own answer."""
 
     def save_state(self) -> Any:
         """The whole mutable state as an object that later steps don't change.
@@ -203,6 +229,12 @@ class Environment(ABC):
         return path.read_bytes() if path else b""
 
 
+def opened(environment: Environment, task: str, seed: int, row: Row | None) -> Any:
+    """What ``reset`` answers, given the prompt row if it takes one; to be awaited where it is ``async``."""
+    takes_row = "row" in inspect.signature(environment.reset).parameters
+    return environment.reset(task, seed, **({"row": row} if takes_row else {}))
+
+
 class Snapshot(ABC):
     """A frozen state of one sandbox's world. Fork from it as often as needed; release it when done."""
 
@@ -238,10 +270,10 @@ class Sandbox(ABC):
     """Steps that were executed again to get this branch into its state; not in ``env_steps``."""
 
     @abstractmethod
-    def reset(self, task: str, seed: int = 0) -> Observation: ...
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation: ...
 
     @abstractmethod
-    def step(self, action: str) -> Observation: ...
+    def step(self, action: Action) -> Observation: ...
 
     @abstractmethod
     def snapshot(self) -> Snapshot:

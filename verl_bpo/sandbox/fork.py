@@ -23,20 +23,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from verl_bpo.sandbox.asynchronous import settled_here
 from verl_bpo.sandbox.base import (
     Backend,
     Environment,
     Observation,
+    Row,
     Sandbox,
     SandboxCrashed,
     SandboxError,
     Snapshot,
     SnapshotUnsupported,
+    opened,
 )
 from verl_bpo.sandbox.errors import PLAIN, from_exception, to_exception
 from verl_bpo.sandbox.loading import EnvironmentMaker
+from verl_bpo.sandbox.turns import Action
 
 BACKEND = "ForkBackend"
 
@@ -92,10 +97,10 @@ class ForkSandbox(Sandbox):
     def __init__(self, line: _Line) -> None:
         self._line = line
 
-    def reset(self, task: str, seed: int = 0) -> Observation:
-        return self._line.call("reset", task, seed)
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
+        return self._line.call("reset", task, seed, row)
 
-    def step(self, action: str) -> Observation:
+    def step(self, action: Action) -> Observation:
         self.env_steps += 1
         return self._line.call("step", action)
 
@@ -268,7 +273,8 @@ class _Branch:
         return True
 
     def _play(self, operation: str, arguments: tuple) -> Any:
-        answer = getattr(self.environment, operation)(*arguments)
+        call = partial(opened, self.environment) if operation == "reset" else getattr(self.environment, operation)
+        answer = settled_here(call(*arguments))
         if operation == "reset":  # later, pages are shared with snapshots, and would be copied
             _use_huge_pages()
         return answer

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
-from verl_bpo.sandbox.base import Observation, SandboxError
+from verl_bpo.sandbox.base import Observation, Row, SandboxError
+from verl_bpo.sandbox.turns import Action
 from verl_bpo.sandbox.volatile import hide
 
 
@@ -23,7 +24,7 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, observation: Observation, volatile: Mapping[str, str]) -> Fingerprint:
         return cls(
-            _digest(hide(observation.text, volatile)),
+            _digest(hide(_read(observation), volatile)),
             float(observation.reward),
             observation.terminated,
             observation.truncated,
@@ -51,28 +52,39 @@ class History:
     task: str
     seed: int
     first: Fingerprint
-    actions: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
     answers: tuple[Fingerprint, ...] = ()
     volatile: Mapping[str, str] = field(default_factory=dict)
     """What answers may differ in, see :class:`verl_bpo.sandbox.Environment`."""
+    row: Row | None = None
 
     @classmethod
-    def start(cls, task: str, seed: int, observation: Observation, volatile: Mapping[str, str]) -> History:
-        return cls(task, seed, Fingerprint.of(observation, volatile), volatile=volatile)
+    def start(
+        cls, task: str, seed: int, observation: Observation, volatile: Mapping[str, str], row: Row | None = None
+    ) -> History:
+        return cls(task, seed, Fingerprint.of(observation, volatile), volatile=volatile, row=row)
 
-    def then(self, action: str, observation: Observation) -> History:
+    def then(self, action: Action, observation: Observation) -> History:
         answer = Fingerprint.of(observation, self.volatile)
         return replace(self, actions=(*self.actions, action), answers=(*self.answers, answer))
 
-    def replay(self, reset: Callable[[str, int], Observation], step: Callable[[str], Observation]) -> None:
+    def replay(
+        self, reset: Callable[[str, int, Row | None], Observation], step: Callable[[Action], Observation]
+    ) -> None:
         """Play it again with ``reset`` and ``step``.
 
         Raises:
             SandboxError: the world answered otherwise than before; says at which step and what differed.
         """
-        self.first.check(reset(self.task, self.seed), self.volatile, f"reset of {self.task}")
+        self.first.check(reset(self.task, self.seed, self.row), self.volatile, f"reset of {self.task}")
         for number, (action, answer) in enumerate(zip(self.actions, self.answers), start=1):
-            answer.check(step(action), self.volatile, f"step {number} ({action!r})")
+            answer.check(step(action), self.volatile, f"step {number} ({str(action)!r})")
+
+
+def _read(observation: Observation) -> str:
+    """What the policy reads of it."""
+    messages = observation.messages
+    return "\n".join(f"{m.role}: {m.content}" for m in messages) if messages else observation.text
 
 
 def _digest(text: str) -> str:

@@ -10,16 +10,20 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from verl_bpo.sandbox.asynchronous import settled
 from verl_bpo.sandbox.base import (
     Backend,
     Environment,
     Observation,
+    Row,
     Sandbox,
     SandboxError,
     Snapshot,
     SnapshotUnsupported,
+    opened,
 )
 from verl_bpo.sandbox.loading import EnvironmentMaker
+from verl_bpo.sandbox.turns import Action
 
 BACKEND = "MemoryBackend"
 
@@ -77,25 +81,25 @@ class MemorySandbox(Sandbox):
         self._closed = False
         shared.enter()
 
-    def reset(self, task: str, seed: int = 0) -> Observation:
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         shared = self.shared
         with shared.lock:
             self._check_open()
             if shared.users > 1:
                 raise SandboxError("a world with other branches or snapshots can't be reset: open a new sandbox")
             shared.live, self._saved = None, None
-            observation = shared.environment.reset(task, seed)
+            observation = settled(opened(shared.environment, task, seed, row))
             shared.live = self
             return observation
 
-    def step(self, action: str) -> Observation:
+    def step(self, action: Action) -> Observation:
         shared = self.shared
         with shared.lock:
             self._wake()
             self._saved, shared.live = None, None  # what an exception leaves behind is nobody's state
             self._lost = "its last step failed"
             self.env_steps += 1
-            observation = shared.environment.step(action)
+            observation = settled(shared.environment.step(action))
             shared.live = self
             return observation
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl_bpo.sandbox.base import Backend, Environment, Observation, Sandbox, SandboxError, Snapshot
+from verl_bpo.sandbox.asynchronous import settled
+from verl_bpo.sandbox.base import Backend, Environment, Observation, Row, Sandbox, SandboxError, Snapshot, opened
 from verl_bpo.sandbox.history import History
 from verl_bpo.sandbox.loading import EnvironmentMaker
+from verl_bpo.sandbox.turns import Action
 
 BACKEND = "ReplayBackend"
 
@@ -44,17 +46,17 @@ class ReplaySandbox(Sandbox):
         self._environment: Environment | None = make()
         self._history: History | None = None
 
-    def reset(self, task: str, seed: int = 0) -> Observation:
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         self._history = None
-        observation = self._live().reset(task, seed)
-        self._history = History.start(task, seed, observation, self._live().volatile)
+        observation = settled(opened(self._live(), task, seed, row))
+        self._history = History.start(task, seed, observation, self._live().volatile, row)
         return observation
 
-    def step(self, action: str) -> Observation:
+    def step(self, action: Action) -> Observation:
         environment, history = self._live(), self._known()
         self._history = None  # what an exception leaves behind can't be told
         self.env_steps += 1
-        observation = environment.step(action)
+        observation = settled(environment.step(action))
         self._history = history.then(action, observation)
         return observation
 

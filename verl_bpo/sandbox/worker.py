@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot, SnapshotUnsupported, received
+from verl_bpo.sandbox.base import Observation, Row, Sandbox, Snapshot, SnapshotUnsupported, received
 from verl_bpo.sandbox.errors import from_exception, to_exception
 from verl_bpo.sandbox.loading import BACKENDS
+from verl_bpo.sandbox.turns import Action
 
 
 class Worker(Protocol):
@@ -58,7 +59,7 @@ class LocalWorker:
         self._backend = BACKENDS.load(backend)(env, env_kwargs)
         return dict(self._backend.volatile)
 
-    def reset(self, key: int, task: str, seed: int) -> Observation:
+    def reset(self, key: int, task: str, seed: int, row: Row | None = None) -> Observation:
         if (task, seed) in self._initial:
             snapshot, observation = self._initial[task, seed]
             (sandbox,) = snapshot.fork(1)
@@ -67,7 +68,7 @@ class LocalWorker:
         else:
             sandbox = self._backend.sandbox()
             try:
-                observation = received(sandbox.reset(task, seed))
+                observation = received(sandbox.reset(task, seed, row))
                 if not self._backend.replays:
                     self._keep(sandbox, task, seed, observation)
             except BaseException:
@@ -76,7 +77,7 @@ class LocalWorker:
         self._objects[key] = sandbox
         return observation
 
-    def step(self, key: int, action: str) -> Observation:
+    def step(self, key: int, action: Action) -> Observation:
         return received(self._objects[key].step(action))
 
     def digest(self, key: int) -> dict[str, str] | None:

@@ -9,9 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl_bpo.sandbox.base import Observation, Sandbox, SandboxCrashed, SandboxError, Snapshot
+from verl_bpo.sandbox.base import Observation, Row, Sandbox, SandboxCrashed, SandboxError, Snapshot
 from verl_bpo.sandbox.errors import to_exception
 from verl_bpo.sandbox.history import History
+from verl_bpo.sandbox.turns import Action
 from verl_bpo.sandbox.worker import Worker
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class World:
         self._kept: OrderedDict[_WorldSnapshot, int] = OrderedDict()
         """Snapshots that the worker holds and their bytes, the one used last at the end."""
 
-    def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]:
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> tuple[Sandbox, Observation]:
         """A sandbox in the task's initial state, and what is seen there.
 
         Except with the ``replay`` backend the initial state is kept: the same task and seed again costs a fork, not a reset.
@@ -55,7 +56,7 @@ class World:
             SandboxTimeout, SandboxCrashed: see the class.
         """
         sandbox = _WorldSandbox(self)
-        return sandbox, sandbox.reset(task, seed)
+        return sandbox, sandbox.reset(task, seed, row)
 
     @property
     def volatile(self) -> Mapping[str, str]:
@@ -119,22 +120,22 @@ class World:
             if not self._worker.alive():
                 self._lose_worker()
 
-    def _reset(self, key: int, task: str, seed: int) -> Observation:
-        return self._call("reset", key, task, seed, timeout=self._pool.reset_timeout)
+    def _reset(self, key: int, task: str, seed: int, row: Row | None) -> Observation:
+        return self._call("reset", key, task, seed, row, timeout=self._pool.reset_timeout)
 
-    def _step(self, key: int, action: str) -> Observation:
+    def _step(self, key: int, action: Action) -> Observation:
         return self._call("step", key, action, timeout=self._pool.step_timeout)
 
     def _rebuild(self, history: History) -> int:
         """A branch in the state that ``history`` leads to, in the present generation."""
         key = next(self._ids)
 
-        def step(action: str) -> Observation:
+        def step(action: Action) -> Observation:
             self.replayed_steps += 1
             return self._step(key, action)
 
         try:
-            history.replay(lambda task, seed: self._reset(key, task, seed), step)
+            history.replay(lambda *opening: self._reset(key, *opening), step)
         except BaseException:
             self._garbage.append(key)
             raise
@@ -152,19 +153,19 @@ class _WorldSandbox(Sandbox):
         self._lost = "it was never reset"
         self._closed = False
 
-    def reset(self, task: str, seed: int = 0) -> Observation:
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         world = self._world
         with world._lock:
             self._check_open()
             self._forget("its reset failed")
             world._ready()
             key = next(world._ids)
-            observation = world._reset(key, task, seed)
+            observation = world._reset(key, task, seed, row)
             self._key, self._generation = key, world.generation
-            self._history = History.start(task, seed, observation, world._pool.volatile)
+            self._history = History.start(task, seed, observation, world._pool.volatile, row)
             return observation
 
-    def step(self, action: str) -> Observation:
+    def step(self, action: Action) -> Observation:
         world = self._world
         with world._lock:
             self._wake()

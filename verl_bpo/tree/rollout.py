@@ -23,10 +23,12 @@ from verl_bpo.sandbox.base import (
     NoTaskCanWork,
     Observation,
     PromptTooLong,
+    Row,
     Sandbox,
     SandboxError,
     Snapshot,
 )
+from verl_bpo.sandbox.turns import Action
 from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.prompting import Conversation, Prompter
@@ -64,7 +66,7 @@ class World(Protocol):
     volatile: Mapping[str, str]
     """What observations of one state may differ in."""
 
-    def reset(self, task: str, seed: int = 0) -> tuple[Sandbox, Observation]: ...
+    def reset(self, task: str, seed: int = 0, row: Row | None = None) -> tuple[Sandbox, Observation]: ...
 
 
 @dataclass
@@ -120,8 +122,11 @@ class TreeRollout:
         self._tasks: set[asyncio.Task] = set()
         self._calls: set[Future] = set()
 
-    async def run(self, task: str, seed: int = 0) -> Tree:
+    async def run(self, task: str, seed: int = 0, row: Row | None = None) -> Tree:
         """Roll the tree.
+
+        Args:
+            row: the prompt row, for environments that take it.
 
         Returns:
             The tree; trajectories lost to a sandbox failure, or to a first prompt that is too long, end as ``failed``.
@@ -131,7 +136,7 @@ class TreeRollout:
             NoTaskCanWork: no tree of this environment, or of this engine, can be rolled; the message says what to do.
             Anything else but a SandboxError: this tree can't be rolled.
         """
-        self.task, self.seed = task, seed
+        self.task, self.seed, self.row = task, seed, row
         try:
             await self._roots(self._claim(self.branch.root_samples, 0))
             if isinstance(self.branch.selector, Ranking):
@@ -438,11 +443,11 @@ class TreeRollout:
     # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.
 
     def _open_root(self) -> tuple[Sandbox, Observation, StateId]:
-        sandbox, observation = self.world.reset(self.task, self.seed)
+        sandbox, observation = self.world.reset(self.task, self.seed, self.row)
         self._open.add(sandbox)
         return sandbox, observation, self._state(sandbox, observation)
 
-    def _step(self, sandbox: Sandbox, action: str) -> tuple[Observation, StateId]:
+    def _step(self, sandbox: Sandbox, action: Action) -> tuple[Observation, StateId]:
         observation = sandbox.step(action)
         return observation, self._state(sandbox, observation)
 

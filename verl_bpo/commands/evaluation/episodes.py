@@ -67,7 +67,7 @@ async def play(
         async def one(index: int, number: int) -> None:
             nonlocal won
             row = panel[index]
-            tree = await rollouts.tree(row.env, row.task, row.seed, f"{index}/{number}")
+            tree = await rollouts.tree(row, f"{index}/{number}")
             bar.update()
             if not any(tree.usable()):
                 lost.extend(f"{row.task}: {failure}" for failure in tree.failures)
