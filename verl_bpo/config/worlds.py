@@ -54,7 +54,8 @@ class PlacementConfig(Options):
 
 class EnvConfig(Options):
     name: str = ""
-    """Environment of rows that name none: ``textworld``, ``alfworld``, ``package.module:Class`` or ``file.py:Class``.
+    """Environment of rows that name none: ``textworld``, ``alfworld``, ``package.module:Class`` or ``file.py:Class``, or
+    somebody else's by an adapter, ``gymnasium:ID`` (docs/adapters.md).
     A row's ``extra_info.env`` wins."""
     kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor."""

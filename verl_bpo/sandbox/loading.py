@@ -5,6 +5,10 @@ What is built in is a module or a package of one folder, called by its name. Its
 
 A package may have further parts, which commands find by their names: of an environment ``generate``, which makes tasks
 (:mod:`verl_bpo.commands.make_games`), and ``prepare``, which makes a benchmark ready (:mod:`verl_bpo.commands.prepare`).
+
+``prefix:rest`` names something of somebody else's, ``gymnasium:FrozenLake-v1`` say. ``prefix`` is a module of the folder
+``adapters``; its ``ADAPTER`` names a function that makes a class for ``rest``, ``FORM`` shows what may stand there, and it can
+be imported without the package that it adapts.
 """
 
 from __future__ import annotations
@@ -47,26 +51,41 @@ class Registry:
         cards = {module.name: self._card(module.name) for module in pkgutil.iter_modules(home.__path__)}
         return {name: card.__doc__.strip().splitlines()[0].rstrip(".") for name, card in cards.items() if card}
 
+    def adapters(self) -> dict[str, ModuleType]:
+        """Prefix -> the module that adapts what stands behind it."""
+        home = f"{self.home}.adapters"
+        of_one_file = not hasattr(importlib.import_module(self.home), "__path__")
+        if of_one_file or importlib.util.find_spec(home) is None:
+            return {}
+        found = pkgutil.iter_modules(importlib.import_module(home).__path__)
+        modules = {module.name: importlib.import_module(f"{home}.{module.name}") for module in found}
+        return {name: module for name, module in modules.items() if hasattr(module, "ADAPTER")}
+
     def knows(self, name: str) -> bool:
         """Whether ``name`` is a built-in or has the form of an own class's. Loads nothing."""
         return ":" in name or self._card(name) is not None
 
     def describe(self) -> str:
         """What names there are, for messages."""
-        return f"{', '.join(self.built_in())}, package.module:Class or path/to/file.py:Class"
+        forms = [f"{prefix}:{module.FORM}" for prefix, module in self.adapters().items()]
+        return f"{', '.join([*self.built_in(), *forms])}, package.module:Class or path/to/file.py:Class"
 
     def load(self, name: str) -> type:
-        """The class that ``name`` stands for: a built-in, ``package.module:Class`` or ``path/to/file.py:Class``.
+        """The class that ``name`` stands for: a built-in, ``package.module:Class``, ``path/to/file.py:Class`` or
+        ``prefix:rest``.
 
         Raises:
             EnvironmentUnavailable: nothing is there, or its dependencies are missing; the message says what to do.
         """
+        prefix, _, rest = name.partition(":")
+        if rest and prefix in (adapters := self.adapters()):
+            return self._adapted(name, adapters[prefix], rest)
         card = self._card(name)
         module_name, separator, class_name = (self._target(name, card) if card else name).rpartition(":")
         if not separator or not module_name or not class_name:
             raise EnvironmentUnavailable(f"no {self.kind} named {name!r}: use one of {self.describe()}")
         try:
-            module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+            module = load_module(module_name)
         except EnvironmentUnavailable:
             raise
         except ImportError as error:
@@ -110,6 +129,14 @@ class Registry:
             advice = f"install it: {self._card(name).INSTALL}"
             raise EnvironmentUnavailable(
                 f"{part} of {self.kind} {name!r} can't be imported ({error}): {advice}"
+            ) from error
+
+    def _adapted(self, name: str, adapter: ModuleType, rest: str) -> type:
+        try:
+            return getattr(adapter, adapter.ADAPTER)(rest)
+        except ImportError as error:
+            raise EnvironmentUnavailable(
+                f"{self.kind} {name!r} can't be imported ({error}): install what it needs: {adapter.INSTALL}"
             ) from error
 
     def _has(self, name: str, part: str) -> bool:
@@ -206,6 +233,21 @@ def list_tasks(name: str, split: str, **options: object) -> list[str]:
             f"--root or --kwargs out, or give it **kwargs"
         ) from None
     return environment.tasks(split, **options)
+
+
+def subclass_for(base: type, rest: str, **attributes: Any) -> type:
+    """A class of its own for what an adapter adapts: the same one for the same ``rest``, and where pickling finds it."""
+    name = f"{base.__name__}[{rest.replace('.', ':')}]"  # pickling takes a dot for a part of another class
+    module = sys.modules[base.__module__]
+    if not hasattr(module, name):
+        attributes |= {"__module__": base.__module__, "__qualname__": name, "__doc__": base.__doc__}
+        setattr(module, name, type(base)(name, (base,), attributes))
+    return getattr(module, name)
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of a name, or of a ``.py`` file's path. Raises what its import does."""
+    return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
 
 
 def _load_file(path: str) -> ModuleType:
