@@ -24,6 +24,7 @@ setup(
         "verl>=0.9.1,<0.10",
         "omegaconf>=2.3",
         "pydantic>=2.7,<3",
+        "msgpack>=1.0,<2",
         "numpy",
         "tqdm",
         "wrapt>=1.15",

@@ -52,10 +52,14 @@ def pools():
     pools.close()
 
 
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def actor_process(pools, number=0):
-    """Of one of the actors: the process that its worlds' processes are children of."""
+    """Of one of the actors: the process that its worlds' guards are children of."""
     with pools[HOSTILE].open() as world:
-        return int(Path(f"/proc/{local.pid_of(world.reset('t')[0])}/stat").read_text().rpartition(")")[2].split()[1])
+        return parent(parent(local.pid_of(world.reset("t")[0])))
 
 
 def free_places():

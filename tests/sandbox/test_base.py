@@ -8,7 +8,8 @@ import pytest
 
 from verl_bpo import sandbox
 from verl_bpo.sandbox import Environment, Observation, SandboxError
-from verl_bpo.sandbox.base import is_won, received
+from verl_bpo.sandbox.answers import LARGEST, received
+from verl_bpo.sandbox.base import is_won
 from verl_bpo.sandbox.worker import LocalWorker
 
 
@@ -65,6 +66,20 @@ def test_numbers_of_numpy_are_taken_as_pythons(number):
         (Observation("ok", actions="look"), "actions is str 'look': it must be a tuple of str"),
         (Observation("ok", actions=(1,)), "actions is tuple"),
         (Observation("ok", info=None), "info is NoneType None: it must be a dict"),
+        (Observation("\ud83d alone"), r"text has '\\ud83d' at character 0, half a pair"),
+        (Observation("ok", actions=("a", "\udcff")), r"one of Observation.actions has '\\udcff'"),
+        (Observation("ok", info={"note": "\udc80"}), r"info\['note'\] has '\\udc80'"),
+        (Observation("ok", info={"\udc80": 1}), r"a key of Observation.info has"),
+        (Observation("x" * (LARGEST + 1)), "text has 16,777,217 characters: at most 16,777,216 are taken"),
+        (Observation("ok", 10**400), "reward is int 1000"),
+        (Observation("ok", 1j), "reward is complex 1j"),
+        (Observation("ok", truncated=None), "truncated is NoneType None"),
+        (Observation("ok", terminated=1), "terminated is int 1: it must be True or False"),
+        (Observation("ok", info={"won": "yes"}), r"info\['won'\] is str 'yes': it must be True or False"),
+        (Observation("ok", info={"won": float("nan")}), r"info\['won'\] is float nan"),
+        (Observation("ok", info={1: 2}), "info has the key int 1"),
+        (Observation("ok", info={"n": 1 << 64}), r"info\['n'\] is a number of 65 bits"),
+        (Observation("ok", info={"a": {"b": [object]}}), r"info\['a'\]\['b'\]\[0\] is type .*plain values"),
     ],
 )
 def test_an_answer_against_the_contract_is_told_in_one_line(answer, said):

@@ -80,7 +80,7 @@ def test_branches_are_independent_whatever_the_backend_and_isolation(name, backe
         ("sysexit", SandboxError, "SystemExit: 4"),
         ("recurse", SandboxError, "RecursionError"),
         ("deep_info", SandboxError, "plain values"),
-        ("unpicklable", SandboxError, "not this one.*plain values"),
+        ("unpicklable", SandboxError, r"info\['thing'\] is Unpicklable.*plain values"),
     ],
 )
 def test_a_failing_step_loses_its_branch_and_keeps_the_process(pool, action, error, message):
@@ -164,8 +164,12 @@ def test_prints_and_big_texts_dont_disturb_the_line_or_this_programs_output(pool
     with pool.open() as world:
         sandbox, _ = world.reset("t")
         assert sandbox.step("print").text == "t/0 print"
-        captured = capfd.readouterr()
-        assert captured.out == "" and "more noise" in captured.err
+        out, err = "", ""
+        deadline = time.monotonic() + 20
+        while "more noise" not in err and time.monotonic() < deadline:  # prints come by a way of their own
+            more = capfd.readouterr()
+            out, err = out + more.out, err + more.err
+        assert out == "" and "more noise" in err
         assert len(sandbox.step("big").text) == 10_000_000
         assert sandbox.step("a" * 5_000_000).text.endswith("a")
 

@@ -7,7 +7,7 @@ from sandbox_worlds import Structured
 from test_sandbox_pool import make_pool
 
 from verl_bpo.sandbox import Message, Observation, SandboxError, ToolCall, ToolCalls
-from verl_bpo.sandbox.base import received
+from verl_bpo.sandbox.answers import received
 from verl_bpo.sandbox.history import Fingerprint
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgpack
 import pytest
 from shells import COUNT_FORKS, LIST, make_tree, need_isolation
 
@@ -340,6 +341,7 @@ with LocalShell({"/testbed": sys.argv[2]}, limits=Limits(processes=40)) as shell
     for room in ("sandbox", "shells"):
         shutil.copytree(source / room, package / room)
     shutil.copy(source / "__init__.py", package)
+    shutil.copytree(Path(msgpack.__file__).parent, package.with_name("msgpack"))  # it has a part in plain Python
     python = "/usr/bin/python3"
     if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 10))"]).returncode != 0:
         pytest.skip("no Python 3.10 or newer for all users")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import pickle
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from verl_bpo.generation.pools import Pools
+from verl_bpo.sandbox.answers import failure, read_answer
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
-from verl_bpo.sandbox.errors import from_exception
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
-from verl_bpo.sandbox.process import ProcessWorker, read_answer
+from verl_bpo.sandbox.process import ProcessWorker
 
 if TYPE_CHECKING:
     from verl_bpo.config.worlds import EnvConfig, PlacementConfig
@@ -54,11 +53,11 @@ class SandboxActor:
         """The answer as the process gave it, and whether the process still lives."""
         worker = self._workers.get(number)
         if worker is None:
-            return pickle.dumps(("error", "SandboxCrashed", f"the process was ended before {operation}")), False
+            return failure(SandboxCrashed(f"the process was ended before {operation}")), False
         try:
             answer = worker.ask(operation, *args, timeout=timeout)
         except Exception as error:
-            answer = pickle.dumps(("error", *from_exception(error)))
+            answer = failure(error)
         return answer, worker.alive()
 
     def watch(self, number: int) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from math import isfinite
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_bpo.sandbox.turns import Action, Message, is_schema
+from verl_bpo.sandbox.line import NEVER, Deadline
+from verl_bpo.sandbox.turns import Action, Message
 
 Row = Mapping[str, Any]
 """A row of a prompt file, as plain values."""
@@ -69,9 +69,10 @@ class Observation:
     """Admissible actions in this state, or None when the environment doesn't list them. A word in angle brackets, as in
     ``search[<query>]``, stands for any text."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Plain values for logs: ``won`` (bool), ``task_type`` (str), ``score`` (float) where they exist. At the end also
-    ``unjudged`` (str), a word for why the work couldn't be judged, with ``problem`` (str), the same in a sentence, and
-    ``left_out`` (str), the names of what wasn't judged: metrics count the first, the tree page shows all."""
+    """Plain values for logs (text, numbers, flags, None, lists and dicts of them): ``won`` (bool), ``task_type`` (str),
+    ``score`` (float) where they exist. At the end also ``unjudged`` (str), a word for why the work couldn't be judged, with
+    ``problem`` (str), the same in a sentence, and ``left_out`` (str), the names of what wasn't judged: metrics count the
+    first, the tree page shows all."""
     messages: tuple[Message, ...] = ()
     """The answer as messages with roles, in place of ``text``. None: it is ``text``."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -79,7 +80,7 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not all(isinstance(message, Message) for message in self.messages):
-            raise TypeError(f"Observation.messages is {_shown(self.messages)}: it must be a tuple of Message")
+            raise TypeError(f"Observation.messages is {shown(self.messages)}: it must be a tuple of Message")
         if self.messages:
             object.__setattr__(self, "text", "\n".join(message.content for message in self.messages))
 
@@ -88,48 +89,9 @@ class Observation:
         return self.terminated or self.truncated
 
 
-def received(answer: Any) -> Observation:
-    """What an environment answered, with numpy's numbers and flags as Python's.
-
-    Raises:
-        SandboxError: it isn't what the contract says; one line that names the field.
-    """
-    if not isinstance(answer, Observation):
-        raise SandboxError(f"the environment answered {_shown(answer)}: return verl_bpo.sandbox.Observation(text, ...)")
-    reward, ends = (
-        _scalar(answer.reward),
-        {name: _scalar(getattr(answer, name)) for name in ("terminated", "truncated")},
-    )
-    if not all(map(is_schema, answer.tools)):
-        raise SandboxError(
-            f"Observation.tools is {_shown(answer.tools)}: it must be a tuple of schemas in OpenAI's function form"
-        )
-    if not isinstance(answer.text, str):
-        raise SandboxError(f"Observation.text is {_shown(answer.text)}: it must be a str")
-    if not isinstance(reward, int | float) or not isfinite(reward):
-        raise SandboxError(f"Observation.reward is {_shown(answer.reward)}: it must be a finite number")
-    for name, value in ends.items():
-        if not isinstance(value, bool):
-            raise SandboxError(f"Observation.{name} is {_shown(value)}: it must be True or False")
-    actions = answer.actions
-    if actions is not None:
-        if not isinstance(actions, list | tuple) or not all(isinstance(action, str) for action in actions):
-            raise SandboxError(f"Observation.actions is {_shown(actions)}: it must be a tuple of str, or None")
-        actions = tuple(actions)
-    if not isinstance(answer.info, Mapping):
-        raise SandboxError(f"Observation.info is {_shown(answer.info)}: it must be a dict")
-    info = {key: _scalar(value) for key, value in answer.info.items()}
-    structured = {"messages": tuple(answer.messages), "tools": tuple(answer.tools)}
-    return replace(answer, reward=float(reward), actions=actions, info=info, **ends, **structured)
-
-
-def _scalar(value: Any) -> Any:
-    """A number or flag of numpy's, or an array without dimensions, as Python's own."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """A value in an error's line."""
+    text = " ".join((ascii(value) if isinstance(value, str) else repr(value)).split())
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
@@ -312,6 +274,11 @@ class Backend(ABC):
 
     replays: ClassVar[bool] = False
     """Whether a fork plays the snapshot's actions again: it may then take as long as they, and no initial state is kept."""
+    keeps_deadlines: ClassVar[bool] = False
+    """Whether a call that takes longer than :attr:`deadline` is ended by the backend, at the cost of one branch. Where it
+    isn't, the worker's process is ended, and its other branches are rebuilt."""
+    deadline: Deadline = NEVER
+    """By when the present operation must have answered."""
     volatile: Mapping[str, str]
     """What the environment declares as such."""
 

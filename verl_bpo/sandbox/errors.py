@@ -10,8 +10,8 @@ import traceback
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout, SnapshotUnsupported, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
-PLAIN = "keep Observation.info to plain values"
-"""What to do about an answer that can't travel."""
+_LONGEST = 2000
+"""Characters of an error's text."""
 
 _NAMED: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -23,12 +23,18 @@ def from_exception(error: BaseException) -> tuple[str, str]:
     """Name and text. Anything but the named ones becomes a SandboxError that says where it came from."""
     for base in type(error).__mro__:
         if base in _NAMED.values():
-            return base.__name__, str(error)
-    line = traceback.format_exception_only(type(error), error)[-1].strip()
+            return base.__name__, _printable(str(error))
+    line = _printable(traceback.format_exception_only(type(error), error)[-1].strip())
     frames = traceback.extract_tb(error.__traceback__)
     return "SandboxError", f"{line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else line
 
 
 def to_exception(kind: str, message: str) -> Exception:
     """The exception again."""
-    return _NAMED[kind](message)
+    return _NAMED[kind](_printable(message))
+
+
+def _printable(text: str) -> str:
+    """``text`` without halves of character pairs, and not too long to be read."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -18,14 +18,14 @@ import select
 import signal
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from verl_bpo.sandbox.answers import LARGEST, failure, read_answer, received, success
 from verl_bpo.sandbox.asynchronous import settled_here
 from verl_bpo.sandbox.base import (
     Backend,
@@ -35,15 +35,20 @@ from verl_bpo.sandbox.base import (
     Sandbox,
     SandboxCrashed,
     SandboxError,
+    SandboxTimeout,
     Snapshot,
     SnapshotUnsupported,
     opened,
 )
-from verl_bpo.sandbox.errors import PLAIN, from_exception, to_exception
+from verl_bpo.sandbox.family import become_subreaper, end_descendants
+from verl_bpo.sandbox.line import Deadline, Line, TooLong
 from verl_bpo.sandbox.loading import EnvironmentMaker
 from verl_bpo.sandbox.turns import Action
 
 BACKEND = "ForkBackend"
+
+_END_SECONDS = 5.0
+"""Within which all branches have to be gone."""
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
 """Threads don't survive a fork, so libraries that make some at import shouldn't."""
@@ -56,6 +61,8 @@ class ForkBackend(Backend):
     all branches end.
     """
 
+    keeps_deadlines = True
+
     def __init__(self, env: str, env_kwargs: Mapping[str, Any] | None = None) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -67,125 +74,139 @@ class ForkBackend(Backend):
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that the whole family can be killed at once
             )
-        self._line = _Line(ours)
+        self._first = _Process(self, Line(ours), self._process.pid)
         try:
-            self.volatile = self._line.receive("making the environment")
+            self.volatile = self._first.receive("open")
         except BaseException:
             self.close()
             raise
 
     def sandbox(self) -> ForkSandbox:
-        return ForkSandbox(self._line.fork(family=[0]))
+        return ForkSandbox(self._first.branch(family=[0]))
 
     def close(self) -> None:
         """End all branches and snapshots. Safe to call twice."""
-        self._line.close()
+        self.deadline = Deadline(_END_SECONDS)
+        self._first.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_END_SECONDS)
 
 
 class ForkSandbox(Sandbox):
     """A branch: a process with an environment in it. Made by the backend or by a fork.
 
-    A call in which the process dies raises :class:`SandboxCrashed`; no other branch notices.
+    A call in which the process dies raises :class:`SandboxCrashed`, one that outlasts the backend's deadline kills it and
+    raises :class:`SandboxTimeout`; no other branch notices.
     """
 
-    def __init__(self, line: _Line) -> None:
-        self._line = line
+    def __init__(self, process: _Process) -> None:
+        self._process = process
 
     def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
-        return self._line.call("reset", task, seed, row)
+        return self._process.call("reset", task, seed, row)
 
     def step(self, action: Action) -> Observation:
         self.env_steps += 1
-        return self._line.call("step", action)
+        return self._process.call("step", action)
 
     def digest(self) -> dict[str, str] | None:
-        return self._line.call("digest")
+        return self._process.call("digest")
 
     def snapshot(self) -> Snapshot:
-        return ForkSnapshot(self._line.fork())
+        return ForkSnapshot(self._process.branch())
 
     def close(self) -> None:
-        self._line.close()
+        self._process.close()
 
 
 class ForkSnapshot(Snapshot):
     """A process that waits in one state."""
 
-    def __init__(self, line: _Line) -> None:
-        self._line = line
+    def __init__(self, process: _Process) -> None:
+        self._process = process
 
     def fork(self, count: int = 1) -> list[Sandbox | Exception]:
-        if self._line.closed:
+        if self._process.closed:
             raise SandboxError("this snapshot is released")
         forks: list[Sandbox | Exception] = []
         for _ in range(count):
             try:
-                forks.append(ForkSandbox(self._line.fork()))
+                forks.append(ForkSandbox(self._process.branch()))
             except SandboxError as error:
                 forks.append(error)
         return forks
 
     def release(self) -> None:
-        self._line.close()
+        self._process.close()
 
 
-class _Line:
-    """This side's end of the line to one process. ``family`` counts the open lines of one world."""
+class _Process:
+    """This side of one process. ``family`` counts those of one world."""
 
-    def __init__(self, ours: socket.socket, family: list[int] | None = None) -> None:
-        self._socket, self._lock = ours, threading.Lock()
+    def __init__(self, backend: ForkBackend, line: Line, pid: int, family: list[int] | None = None) -> None:
+        self._backend, self._line, self._pid, self._lock = backend, line, pid, threading.Lock()
         self._family = [0] if family is None else family
         self._family[0] += 1
-        self.closed = False
+        self._killed = self.closed = False
 
     def call(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
             self._send(operation, arguments)
             return self.receive(operation)
 
-    def fork(self, family: list[int] | None = None) -> _Line:
-        """A line to a new process, which is a copy of that one."""
+    def branch(self, family: list[int] | None = None) -> _Process:
+        """A new process, which is a copy of this one."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
-                self._send("fork", (), theirs)
-                self.receive("fork")
+                self._send("branch", (), theirs.fileno())
+                pid = self.receive("branch")
         except BaseException:
             ours.close()
             raise
-        return _Line(ours, self._family if family is None else family)
+        return _Process(self._backend, Line(ours), pid, self._family if family is None else family)
 
-    def _send(self, operation: str, arguments: tuple, passed: socket.socket | None = None) -> None:
+    def _send(self, operation: str, arguments: tuple, passed: int | None = None) -> None:
         if self.closed:
             raise SandboxError("this sandbox is closed")
-        body = pickle.dumps((operation, arguments))
-        header = struct.pack("!I", len(body))
-        try:
-            if passed is None:
-                self._socket.sendall(header + body)
-            else:
-                socket.send_fds(self._socket, [header], [passed.fileno()])
-                self._socket.sendall(body)
-        except OSError as error:
-            raise SandboxCrashed(f"the environment's process is gone ({error})") from error
+        if self._killed:
+            raise SandboxCrashed("the environment's process was killed before")
+        with self._in_time(operation) as deadline:
+            self._line.send(pickle.dumps((operation, arguments)), deadline, passed)
 
     def receive(self, operation: str) -> Any:
+        with self._in_time(operation) as deadline:
+            answer = self._line.receive(deadline, LARGEST)
+        return read_answer(answer, operation)
+
+    @contextlib.contextmanager
+    def _in_time(self, operation: str) -> Iterator[Deadline]:
+        deadline = self._backend.deadline
         try:
-            answer, _ = _receive(self._socket)
-        except OSError as error:
-            raise SandboxCrashed(f"the environment's process is gone ({error})") from error
-        if answer is None:
-            raise SandboxCrashed(f"the environment's process died during {operation}")
-        kind, *content = answer
-        if kind == "ok":
-            return content[0]
-        raise to_exception(*content)
+            yield deadline
+        except TimeoutError:
+            self._kill()
+            raise SandboxTimeout(
+                f"{operation} took longer than {deadline.seconds:g} s: its process was killed"
+            ) from None
+        except TooLong as error:
+            self._kill()
+            raise SandboxError(f"the answer to {operation} is too long ({error}): its process was killed") from None
+        except (EOFError, OSError) as error:
+            raise SandboxCrashed(f"the environment's process died during {operation} ({error})") from error
+        except BaseException:
+            self._kill()  # an answer that nobody waited for would be taken for the next call's
+            raise
+
+    def _kill(self) -> None:
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process. The last one of its world closes the environment first: all share what it holds."""
@@ -199,7 +220,7 @@ class _Line:
             pass
         finally:
             self.closed = True
-            self._socket.close()  # where nobody can ask, the process ends by itself
+            self._line.close()  # where nobody can ask, the process ends by itself
 
 
 # --- in the processes -------------------------------------------------------------------------------------------------
@@ -213,83 +234,77 @@ _START = (
 def serve(env: str, env_kwargs: dict[str, Any], descriptor: int) -> None:
     """That first process's whole life."""
     os.dup2(2, 1)  # what environments print is no result
-    line = socket.socket(fileno=descriptor)
-    line.set_inheritable(False)
+    os.set_inheritable(descriptor, False)
+    line = Line(socket.socket(fileno=descriptor))
     try:
         make = EnvironmentMaker(env, env_kwargs)
         environment = make()
     except (Exception, SystemExit) as error:
-        _answer(line, ("error", *from_exception(error)))
+        line.send(failure(error))
         return
-    _become_subreaper()
+    become_subreaper()  # orphaned branches are ended and reaped here
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
     _use_huge_pages()
     branch = _Branch(environment, line, spare=(wake, waker))
-    _answer(line, ("ok", make.volatile))
+    line.send(success(make.volatile))
     while True:
         ready, _, _ = select.select([line, wake], [], [])
         if wake in ready:
             os.read(wake, 4096)
             _reap()
         if line in ready and not branch.serve_one():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(0, signal.SIGKILL)  # the family, this process included
+            end_descendants()
+            os._exit(0)
 
 
 class _Branch:
     """One process's environment and its line. :meth:`serve_one` returns in the child, too, as that child's branch."""
 
-    def __init__(self, environment: Environment, line: socket.socket, spare: tuple[int, ...] = ()) -> None:
+    def __init__(self, environment: Environment, line: Line, spare: tuple[int, ...] = ()) -> None:
         self.environment, self.line, self.spare = environment, line, spare
         self.children: set[int] = set()
         """Forks that this process made; they are branches, not the environment's own children."""
 
     def serve_one(self) -> bool:
         """Answer one request; False when nobody will ask again."""
+        passed: list[int] = []
         try:
-            request, passed = _receive(self.line)
-        except OSError:
+            operation, arguments = pickle.loads(self.line.receive(descriptors=passed))
+            try:
+                answer = success(self._fork(passed) if operation == "branch" else self._play(operation, arguments))
+            except (Exception, SystemExit) as error:
+                answer = failure(error)
+            finally:
+                for descriptor in passed:
+                    os.close(descriptor)
+            self.line.send(answer)
+        except (EOFError, OSError):
             return False
-        if request is None:
-            return False
-        operation, arguments = request
-        try:
-            answer = ("ok", self._fork(passed) if operation == "fork" else self._play(operation, arguments))
-        except (Exception, SystemExit) as error:
-            answer = ("error", *from_exception(error))
-        finally:
-            for descriptor in passed:
-                os.close(descriptor)
-        try:
-            _answer(self.line, answer)
-        except OSError:
-            return False
-        except Exception as error:
-            problem = f"the answer to {operation} can't be sent ({type(error).__name__}: {error}): {PLAIN}"
-            _answer(self.line, ("error", "SandboxError", problem))
         return True
 
     def _play(self, operation: str, arguments: tuple) -> Any:
         call = partial(opened, self.environment) if operation == "reset" else getattr(self.environment, operation)
         answer = settled_here(call(*arguments))
+        if operation in ("close", "digest"):
+            return answer
         if operation == "reset":  # later, pages are shared with snapshots, and would be copied
             _use_huge_pages()
-        return answer
+        return received(answer)
 
-    def _fork(self, passed: list[int]) -> None:
+    def _fork(self, passed: list[int]) -> int:
         self._check_forkable(passed)
         state = random.getstate()  # Python seeds the child's anew
         gc.freeze()  # or the next collection would write to all shared pages
         child = os.fork()
         if child:
             self.children.add(child)
-            return
+            return child
         try:
             random.setstate(state)
-            line = socket.socket(fileno=passed[0])
+            line = Line(socket.socket(fileno=passed[0]))
             self.line.close()
             if self.spare:
                 signal.set_wakeup_fd(-1)
@@ -378,36 +393,7 @@ def _use_huge_pages() -> None:
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 25)  # MADV_COLLAPSE
 
 
-def _become_subreaper() -> None:
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphaned branches are ended and reaped here
-
-
 def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _answer(line: socket.socket, answer: tuple) -> None:
-    body = pickle.dumps(answer)
-    line.sendall(struct.pack("!I", len(body)) + body)
-
-
-def _receive(line: socket.socket) -> tuple[Any, list[int]]:
-    """One message and the descriptors that came with it; None when the other side is gone."""
-    header, passed, _, _ = socket.recv_fds(line, 4, 1)
-    while 0 < len(header) < 4:
-        more = line.recv(4 - len(header))
-        if not more:
-            return None, passed
-        header += more
-    if not header:
-        return None, passed
-    (count,) = struct.unpack("!I", header)
-    body = bytearray()
-    while len(body) < count:
-        part = line.recv(min(count - len(body), 1 << 20))
-        if not part:
-            return None, passed
-        body += part
-    return pickle.loads(body), passed

@@ -1,46 +1,66 @@
-"""A worker in a child process, and the line to it."""
+"""A worker in a child process, and the line to it.
+
+Requests travel as pickles: a world trusts who asks it. Answers travel as data (:mod:`verl_bpo.sandbox.answers`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import gc
 import json
 import os
 import pickle
+import resource
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+import threading
 from typing import Any
 
+from verl_bpo.sandbox.answers import LARGEST, failure, read_answer, success
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
-from verl_bpo.sandbox.errors import PLAIN, from_exception, to_exception
+from verl_bpo.sandbox.family import end_marked, guarded
+from verl_bpo.sandbox.line import Deadline, Line, TooLong, speaks
 from verl_bpo.sandbox.scratch import Scratch
 from verl_bpo.sandbox.worker import LocalWorker
+
+_END_SECONDS = 10.0
+"""Within which a killed process has to be gone."""
+_GOES_ON, _IS_DONE = b".", b"!"
+_HEAD = struct.Struct("!cI")
+"""Before an answer: whether the process takes another call, and the number of the call that it answers."""
 
 
 class ProcessWorker:
     """A :class:`LocalWorker` in a child process, and the line to it. One call at a time.
 
     The child is a fresh interpreter, not a fork: it doesn't inherit this process's threads, and it imports neither this
-    process's main module nor anything else that the environment doesn't need.
+    process's main module nor anything else that the environment doesn't need. It has a guard
+    (:mod:`verl_bpo.sandbox.family`), which is the process that is started here.
+
+    Args:
+        memory_bytes: what the child and each of its children may have in memory of their own; None: any.
     """
 
-    def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        lifeline, ours = os.pipe()
-        self._lifeline = os.fdopen(ours, "wb", buffering=0)  # closed by this process's end, however that comes
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        self._line = Line(ours)
+        lifeline, lifeline_end = os.pipe()
+        self._lifeline = os.fdopen(lifeline_end, "wb", buffering=0)  # closed by this process's end, however that comes
         self._scratch = Scratch("world")
-        self._stopped = False
+        self._calls = 0
+        self._stopped, self._stopping = False, threading.Lock()
         with theirs, os.fdopen(lifeline, "rb", buffering=0):
+            specification = [sys.path, theirs.fileno(), lifeline, str(self._scratch.path), memory_bytes]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(lifeline)],
+                [sys.executable, "-c", _START, json.dumps(specification)],
                 env={**os.environ, "TMPDIR": str(self._scratch.folder)},  # a killed environment can't tidy up
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,  # a Ctrl-C is for this process; and the whole group can be killed at once
+                start_new_session=True,  # a Ctrl-C is for this process
             )
 
     def call(self, operation: str, *args: Any, timeout: float) -> Any:
@@ -55,20 +75,31 @@ class ProcessWorker:
 
     def ask(self, operation: str, *args: Any, timeout: float) -> bytes:
         """The worker's answer as it came, for :func:`read_answer`. Raises what concerns the process alone."""
-        request = pickle.dumps((operation, args))
+        deadline = Deadline(timeout)
         try:
-            self._connection.send_bytes(request)
-            if not self._connection.poll(timeout):
-                raise SandboxTimeout(f"{operation} took longer than {timeout:g} s: the process was killed")
-            return self._connection.recv_bytes()
+            self._calls += 1
+            self._line.send(pickle.dumps((self._calls, operation, args, timeout)), deadline)
+            answer = self._line.receive(deadline, LARGEST + _HEAD.size)
+        except TimeoutError:
+            self.stop()
+            raise SandboxTimeout(f"{operation} took longer than {timeout:g} s: the process was killed") from None
+        except TooLong as error:
+            self.stop()
+            raise SandboxError(f"the answer to {operation} is too long ({error}): the process was killed") from None
         except (EOFError, OSError) as error:
             raise SandboxCrashed(f"the environment's process died during {operation}: {self._death()}") from error
         except BaseException:
             self.stop()  # an answer that nobody waited for would be taken for the next call's
             raise
+        flag, number = _HEAD.unpack_from(answer.ljust(_HEAD.size))
+        if flag != _GOES_ON or number != self._calls:
+            self.stop()
+        if number != self._calls:
+            raise SandboxError(f"{operation} was answered out of turn: the process was killed")
+        return answer[_HEAD.size :]
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not (self._stopped or speaks(self._line)) and self._process.poll() is None
 
     def wait(self) -> None:
         """Return when the process has ended. From any thread, beside calls."""
@@ -80,79 +111,65 @@ class ProcessWorker:
                 os.close(descriptor)
 
     def stop(self) -> None:
-        """Kill the process and what it started, and wait for its end."""
-        if not self._stopped:
-            self._stopped = True  # later the number may be another group's
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it is gone (macOS: a zombie)
+        """End the process and all that descends from it, and wait for their end. From any thread, more than once."""
+        with self._stopping:
+            if not self._stopped:
+                self._stopped = True
+                self._end()
+
+    def _end(self) -> None:
+        self._lifeline.close()
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # not even that: the kernel holds it
+                self._process.wait(_END_SECONDS)
+            code = -signal.SIGKILL
+        if code == -signal.SIGKILL:  # perhaps the guard itself was killed, and left something
+            end_marked(f"TMPDIR={self._scratch.folder}")
+        self._line.close()
         self._scratch.close()
 
     def _death(self) -> str:
         try:
-            code = self._process.wait(timeout=1)
+            code = self._process.wait(2)
         except subprocess.TimeoutExpired:
             self.stop()
             return "it closed its line and was killed"
+        self.stop()
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 _START = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from verl_bpo.sandbox.process import serve; "
-    "serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "import sys, json; spec = json.loads(sys.argv[1]); sys.path[:] = spec[0]; "
+    "from verl_bpo.sandbox.process import serve; serve(*spec[1:])"
 )
 
 
-def serve(connection_fd: int, lifeline: int) -> None:
+def serve(connection: int, lifeline: int, scratch: str, memory_bytes: int | None) -> None:
     """The child's whole life."""
-    for fd in (connection_fd, lifeline):
-        os.set_inheritable(fd, False)  # what the environment starts must not keep the line open
-    _die_with(lifeline)
-    os.dup2(2, 1)  # what environments print is no result
-    connection = Connection(connection_fd)
-    worker = LocalWorker()
+    gc.freeze()
+    os.set_inheritable(connection, False)  # what the environment starts must not keep the line open
+    guarded(lifeline, (connection,), scratch)
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    line, worker = Line(socket.socket(fileno=connection)), LocalWorker()
     while True:
         try:
-            operation, args = pickle.loads(connection.recv_bytes())
+            number, operation, args, timeout = pickle.loads(line.receive())
+            answer, goes_on = _answer(worker, operation, args, timeout)
+            line.send(_HEAD.pack(_GOES_ON if goes_on else _IS_DONE, number) + answer)
         except (EOFError, OSError):
             os._exit(0)  # not to wait for whatever the environment left running
-        try:
-            answer = ("ok", getattr(worker, operation)(*args))
-        except (Exception, SystemExit) as error:
-            answer = ("error", *from_exception(error))
-        try:
-            data = pickle.dumps(answer)
-        except Exception as error:
-            problem = f"the answer to {operation} can't be sent ({type(error).__name__}: {error}): {PLAIN}"
-            data = pickle.dumps(("error", "SandboxError", problem))
-        connection.send_bytes(data)
 
 
-def _die_with(lifeline: int) -> None:
-    """Let the kernel end this process when the other end of ``lifeline`` closes.
-
-    A thread that waits for it couldn't act while the environment's C code holds the interpreter; a signal that asks no
-    Python can (on Linux; elsewhere a hanging world outlives a parent that was killed).
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | fcntl.FASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
-        os._exit(0)
-
-
-def read_answer(answer: bytes, operation: str) -> Any:
-    """What a worker answered.
-
-    Raises:
-        SandboxError, EnvironmentUnavailable: what it raised; or the answer can't be read in this process.
-    """
+def _answer(worker: LocalWorker, operation: str, args: tuple, timeout: float) -> tuple[bytes, bool]:
+    """The answer, encoded, and whether the process is fit for another call."""
     try:
-        kind, *content = pickle.loads(answer)
-    except Exception as error:
-        raise SandboxError(
-            f"the answer to {operation} can't be read here ({type(error).__name__}: {error}): {PLAIN}"
-        ) from error
-    if kind == "ok":
-        return content[0]
-    raise to_exception(*content)
+        return success(worker.perform(operation, args, timeout)), True
+    except MemoryError as error:
+        return failure(SandboxError(f"{operation}: {error or 'MemoryError'}: out of memory (bpo.env.memory_mb)")), False
+    except (Exception, SystemExit) as error:
+        return failure(error), True

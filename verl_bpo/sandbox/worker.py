@@ -7,8 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from verl_bpo.sandbox.base import Observation, Row, Sandbox, Snapshot, SnapshotUnsupported, received
+from verl_bpo.sandbox.answers import received
+from verl_bpo.sandbox.base import Observation, Row, Sandbox, Snapshot, SnapshotUnsupported
 from verl_bpo.sandbox.errors import from_exception, to_exception
+from verl_bpo.sandbox.line import Deadline
 from verl_bpo.sandbox.loading import BACKENDS
 from verl_bpo.sandbox.turns import Action
 
@@ -41,7 +43,7 @@ class LocalWorker:
 
     def call(self, operation: str, *args: Any, timeout: float) -> Any:
         try:
-            return getattr(self, operation)(*args)
+            return self.perform(operation, args, timeout)
         except (Exception, SystemExit) as error:
             raise to_exception(*from_exception(error)) from error
 
@@ -51,6 +53,12 @@ class LocalWorker:
     def stop(self) -> None:
         if self._backend is not None:
             self._backend.close()
+
+    def perform(self, operation: str, args: tuple, timeout: float) -> Any:
+        """What :meth:`call` answers; raises whatever comes."""
+        if self._backend is not None:
+            self._backend.deadline = Deadline(timeout)
+        return getattr(self, operation)(*args)
 
     # --- operations -------------------------------------------------------------------------------------------------
 

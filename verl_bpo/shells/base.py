@@ -195,6 +195,17 @@ class Shell(Protocol):
         self.close()
 
 
+def unfit(command: str) -> str:
+    """Why no program can be given this command; empty: it can."""
+    if "\0" in command:
+        return "a command can't contain the character NUL"
+    try:
+        os.fsencode(command)
+    except UnicodeEncodeError:
+        return "a command must be text: this one has half a pair of characters"
+    return ""
+
+
 _DEMANDED = ("open", "check", "probe", "execute", "read", "write", "save", "load", "reset", "close")
 
 

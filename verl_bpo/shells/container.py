@@ -26,7 +26,7 @@ from pydantic import model_validator
 
 from verl_bpo.options import ConfigError, Options
 from verl_bpo.sandbox.base import SandboxError, TaskError
-from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
+from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace, unfit
 
 SHELL = "ContainerShell"
 INSTALL = "apt-get install podman runc, or Docker's engine"
@@ -271,8 +271,8 @@ class ContainerShell(Shell):
             SandboxError: the engine failed, or the container ended; what wasn't saved is lost.
         """
         seconds = self.limits.seconds if timeout is None else timeout
-        if "\0" in command:
-            return CommandResult("a command can't contain the character NUL", 2)
+        if problem := unfit(command):
+            return CommandResult(problem, 2)
         with self._lock:
             container = self._running()
             line = [*self._engine, "exec", "-i", "-w", cwd or self.cwd, container.name, "sh", "-c", _WRAPPER, "sh"]

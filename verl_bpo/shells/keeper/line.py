@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import struct
+from collections.abc import Callable
+from typing import Any
+
+_HEADER = struct.Struct("!II")
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -27,12 +31,26 @@ def _read_exactly(descriptor: int, count: int) -> bytes | None:
     return data
 
 
-def receive(descriptor: int):
-    header = _read_exactly(descriptor, 4)
-    body = header and _read_exactly(descriptor, struct.unpack("!I", header)[0])
-    return pickle.loads(body) if body else None
+def pack(head: object, body: bytes = b"") -> bytes:
+    """A message: JSON, and bytes that come with it. Whoever reads it gets data, whoever wrote it."""
+    text = json.dumps(head).encode()
+    return _HEADER.pack(len(text), len(body)) + text + body
 
 
-def send(descriptor: int, answer: object) -> None:
-    body = pickle.dumps(answer)
-    write_all(descriptor, struct.pack("!I", len(body)) + body)
+def unpack(read: Callable[[int], bytes | None]) -> tuple[Any, bytes] | None:
+    """The next message of what ``read`` gives so many bytes of; None when there is none any more."""
+    header = read(_HEADER.size)
+    if header is None:
+        return None
+    texts, bodies = _HEADER.unpack(header)
+    text = read(texts)
+    body = read(bodies) if text is not None else None
+    return None if text is None or body is None else (json.loads(text), body)
+
+
+def receive(descriptor: int) -> tuple[Any, bytes] | None:
+    return unpack(lambda count: _read_exactly(descriptor, count))
+
+
+def send(descriptor: int, head: object, body: bytes = b"") -> None:
+    write_all(descriptor, pack(head, body))

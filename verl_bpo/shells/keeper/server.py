@@ -82,27 +82,34 @@ class Keeper:
             mount("none", ".", "tmpfs", MS_REMOUNT | MS_NOSUID | MS_NODEV, options)
         return GitFiles(self.spec["trees"])
 
-    def run(self, chain: tuple[int, ...], top: int, *command: object) -> tuple[bytes, int, bool, int]:
-        """See :meth:`verl_bpo.shells.keeper.commands.Commands.run`."""
-        return self.commands.run(self.files.show(chain, top), *command)
+    def run(
+        self, stdin: bytes, chain: list[int], top: int, command: str, cwd: str, timeout: float, most: int
+    ) -> tuple[tuple[int, bool, int], bytes]:
+        """See :meth:`verl_bpo.shells.keeper.commands.Commands.run`; the output comes last."""
+        roots = self.files.show(tuple(chain), top)
+        output, *facts = self.commands.run(roots, command, cwd, stdin, timeout, most)
+        return tuple(facts), output
 
-    def freeze(self, top: int) -> int | None:
-        return self.files.freeze(top)
+    def freeze(self, _: bytes, top: int) -> tuple[int | None, bytes]:
+        return self.files.freeze(top), b""
 
-    def drop(self, layers: list[int]) -> None:
+    def drop(self, _: bytes, layers: list[int]) -> tuple[None, bytes]:
         for layer in layers:
             self.files.drop(layer)
+        return None, b""
 
     def serve(self) -> None:
         """Answer until the other side goes away."""
         line = self.spec["line"]
         while (request := receive(line)) is not None:
-            operation, *arguments = request
+            (operation, *arguments), body = request
             try:
-                answer = ("ok", getattr(self, operation)(*arguments))
+                value, output = getattr(self, operation)(body, *arguments)
+                answer = ("ok", value)
             except (Refused, OSError, KeyError, RecursionError) as error:
                 answer = ("error", f"{error}" if isinstance(error, Refused) else f"{type(error).__name__}: {error}")
-            send(line, answer)
+                output = b""
+            send(line, answer, output)
 
 
 def _size(folder: str) -> int:
