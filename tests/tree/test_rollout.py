@@ -451,7 +451,7 @@ class ForgetfulSandbox(FakeSandbox):
 
 
 class ForgetfulWorld(FakeWorld):
-    def reset(self, task, seed=0):
+    def reset(self, task, seed=0, row=None):
         return ForgetfulSandbox(self, []), Observation("start")
 
 
