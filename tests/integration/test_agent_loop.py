@@ -76,7 +76,7 @@ def test_a_fault_costs_its_task_unless_no_task_can_work(monkeypatch, error, fata
 def rolled(monkeypatch, error):
     """The tree of a task whose rollout raises ``error``."""
 
-    async def run(self, task, seed):
+    async def run(self, task, seed, row=None):
         raise error
 
     monkeypatch.setattr(TreeRollout, "run", run)

@@ -17,8 +17,11 @@ from verl_bpo.sandbox.base import (
     Observation,
     Sandbox,
     SandboxCrashed,
+    SandboxError,
+    SandboxTimeout,
     Snapshot,
     SnapshotUnsupported,
+    TaskError,
 )
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.draws import drawn
@@ -41,7 +44,10 @@ class FakeWorld:
         self.recoveries, self.replayed_steps = 0, 7
 
     def reset(self, task, seed=0, row=None):
-        return FakeSandbox(self, []), Observation("start", actions=("a", "b"))
+        return self.sandbox([]), Observation("start", actions=("a", "b"))
+
+    def sandbox(self, actions):
+        return FakeSandbox(self, actions)
 
 
 class FakeSnapshot(Snapshot):
@@ -50,7 +56,7 @@ class FakeSnapshot(Snapshot):
         world.kept.add(self)
 
     def fork(self, count=1):
-        return [FakeSandbox(self.world, self.actions) for _ in range(count)]
+        return [self.world.sandbox(self.actions) for _ in range(count)]
 
     def release(self):
         self.world.kept.discard(self)
@@ -367,6 +373,116 @@ def test_a_crash_loses_its_branch_only():
     assert tree.counters["failed"] == 1 and tree.counters["leaves"] == 4
     assert [str(f) for f in rollout.tree.failures] == ["SandboxCrashed: the fake world died"]
     assert len(tree_rows(tree)) == 4
+
+
+class FlakyWorld(FakeWorld):
+    """Of the steps that take action ``x``, those whose numbers are in ``fails`` fail with ``error``."""
+
+    def __init__(self, fails, error=SandboxCrashed, answers=None, **kwargs):
+        super().__init__(**kwargs)
+        self.fails, self.error, self.answers, self.taken, self.resets, self.steps = set(fails), error, answers, 0, 0, 0
+
+    def reset(self, task, seed=0, row=None):
+        self.resets += 1
+        return super().reset(task, seed)
+
+    def sandbox(self, actions):
+        return FlakySandbox(self, actions)
+
+
+class FlakySandbox(FakeSandbox):
+    def step(self, action):
+        self.world.steps += 1
+        if action == "x":
+            self.world.taken += 1
+            if self.world.taken in self.world.fails:
+                self.env_steps += 1
+                raise self.world.error("this time")
+        observation = super().step(action)
+        return replace(observation, text=f"{self.world.resets}") if self.world.answers == "others" else observation
+
+
+def test_a_crash_that_passes_costs_a_replay_and_no_trajectory():
+    """Without retries (0) the trajectory is lost, and with it the whole tree of a baseline."""
+    policy = ScriptedPolicy(lambda n: "x" if n == 3 else "a")
+    world = FlakyWorld(fails=[1])
+    _, tree = roll(policy, world, "plain")
+    (trajectory,) = tree.usable()
+    assert [node.action_text for node in tree.nodes] == ["a", "a", "x", "a", "a"]
+    assert [node.observation_text for node in tree.nodes][-1] == "aaxaa"
+    assert (tree.counters["retries"], tree.counters["env_steps"], tree.counters["failed"]) == (1, 5, 0)
+    assert tree.counters["replayed_steps"] == 7 + 3  # the world's own; the failed step and the two before it
+    assert world.resets == 2 and world.steps == 5 + 3 and not world.live
+    _, tree = roll(
+        ScriptedPolicy(lambda n: "x" if n == 3 else "a"), FlakyWorld(fails=[1]), "plain", faults={"retries": 0}
+    )
+    assert tree.counters["failed"] == 1 and tree.counters["leaves"] == 0
+
+
+def test_a_fault_that_comes_back_loses_its_trajectory_after_one_more_try():
+    _, tree = roll(ScriptedPolicy(lambda n: "x" if n == 3 else "a"), world := FlakyWorld(fails=[1, 2]), "plain")
+    assert (tree.counters["retries"], tree.counters["failed"], world.taken) == (1, 1, 2)
+    assert not world.live and not world.kept
+
+
+def test_a_world_that_answers_otherwise_when_played_again_is_not_gone_on_with():
+    world = FlakyWorld(fails=[1], answers="others")
+    _, tree = roll(ScriptedPolicy(lambda n: "x" if n == 3 else "a"), world, "plain")
+    assert [str(failure) for failure in tree.failures] == ["SandboxCrashed: this time"]
+    assert world.taken == 1 and not world.live
+
+
+@pytest.mark.parametrize("error, tries", [(TaskError, 1), (SnapshotUnsupported, None), (SandboxError, 2)])
+def test_only_what_may_pass_is_tried_again(error, tries):
+    world = FlakyWorld(fails=range(1, 9), error=error)
+    if tries is None:
+        with pytest.raises(SnapshotUnsupported):
+            roll(ScriptedPolicy("x"), world, "plain")
+    else:
+        roll(ScriptedPolicy("x"), world, "plain")
+        assert world.taken == tries
+
+
+def test_a_hang_that_comes_back_is_waited_for_once_more_in_a_tree():
+    """Each wait is a whole ``bpo.env.step_timeout``: 8 trajectories wait 9 times, not 16."""
+    world = FlakyWorld(fails=range(1, 99), error=SandboxTimeout)
+    _, tree = roll(ScriptedPolicy("x"), world, "paper", branch={"root_samples": 8}, budget={"limit": 8})
+    assert tree.counters["failed"] == 8 and tree.lost() == {"hang": 1.0}
+    assert world.taken == 9
+
+
+def test_a_retry_starts_from_the_last_snapshot():
+    policy = ScriptedPolicy(lambda n: "x" if n == 4 else "a", lambda n: 2.0 if n == 2 else 0.0)
+    world = FlakyWorld(fails=[1])
+    _, tree = roll(policy, world, budget={"limit": 3}, branch={"forks": 2})
+    assert tree.counters["retries"] == 1 and tree.counters["failed"] == 0
+    assert world.resets == 1, "nothing is reset where there is a snapshot"
+
+
+def test_a_reset_and_a_fork_that_fail_once_are_tried_again(monkeypatch):
+    class Shy(FakeWorld):
+        """Whose first reset fails, and the first fork of each snapshot."""
+
+        resets = 0
+
+        def reset(self, task, seed=0, row=None):
+            self.resets += 1
+            if self.resets == 1:
+                raise SandboxCrashed("not now")
+            return super().reset(task, seed)
+
+    class ShySnapshot(FakeSnapshot):
+        asked = 0
+
+        def fork(self, count=1):
+            self.asked += 1
+            return super().fork(count) if self.asked > 1 else [SandboxCrashed("not now")] * count
+
+    world = Shy()
+    policy = ScriptedPolicy("a", lambda n: 2.0 if n == 2 else 0.0)
+    monkeypatch.setattr(FakeSandbox, "snapshot", lambda self: ShySnapshot(self.world, self.actions))
+    _, tree = roll(policy, world, budget={"limit": 3}, branch={"forks": 2})
+    assert tree.counters["failed"] == 0 and tree.counters["leaves"] == 3 and tree.counters["retries"] == 3
 
 
 def test_a_world_without_snapshot_fails_with_its_own_advice():

@@ -65,6 +65,7 @@ def evaluate(
         **spec,
         **summary(episodes),
         "lost": lost[:4],
+        "lost_episodes": len(wanted) - len(episodes),
         "seconds": round(time.perf_counter() - started, 1),
     }
     _write(out / RESULT, result)
@@ -152,6 +153,9 @@ def main(arguments: argparse.Namespace) -> int:
         f"{arguments.out / RESULT}: 95% intervals by Wilson; over the choice of tasks: {result['success']['bootstrap']}"
     )
     if result["lost"]:
-        print(f"episodes were lost to their environment, run again to play them; the first: {result['lost'][0]}")
+        print(
+            f"{result['lost_episodes']} episodes were lost to their environment and are left out above: run again to play "
+            f"them; the first: {result['lost'][0]}"
+        )
         return 1
     return 0

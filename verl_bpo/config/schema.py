@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from verl_bpo.advantages.bpo import BPO
 from verl_bpo.advantages.estimator import ESTIMATORS, Estimator
 from verl_bpo.advantages.sapo import SAPO
+from verl_bpo.config.faults import FaultConfig
 from verl_bpo.config.presets import PRESETS, VALUE_GUIDED
 from verl_bpo.config.worlds import EnvConfig
 from verl_bpo.options import ConfigError, Options, keys, read
@@ -21,7 +22,6 @@ from verl_bpo.tree.prompting import PromptConfig
 from verl_bpo.tree.selectors import NoBranching, selector_class
 
 Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -72,6 +72,7 @@ class BPOConfig(Options):
     """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic`` or
     ``gigpo``."""
     env: EnvConfig = EnvConfig()
+    faults: FaultConfig = FaultConfig()
     prompt: PromptConfig = PromptConfig()
     packed_tree: PackedTreeConfig = PackedTreeConfig()
     updates_per_step: Positive | None = None

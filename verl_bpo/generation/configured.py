@@ -28,6 +28,7 @@ def configured_rollout(config: BPOConfig, *, lesson: float | None = None, **part
         branch=branch,
         budget=budget,
         fill=limits.fill == "root",
+        retries=config.faults.retries,
         least_forks=1 if config.trunk_is_sibling else 2,
         digests=config.asks_for_digests,
         **parts,

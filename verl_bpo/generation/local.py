@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +16,12 @@ from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.prompts import Task
 from verl_bpo.generation.sampling import SamplingParams
 from verl_bpo.model.support import longest_sequence
-from verl_bpo.sandbox.base import SandboxError
+from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
 from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.rollout import Generation
 from verl_bpo.tree.topology import Failure, Tree
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRollouts:
@@ -71,10 +74,10 @@ class LocalRollouts:
             identity: names the tree among all trees of this seed.
 
         Returns:
-            The tree. A world that can't be opened gives one without trajectories.
+            The tree; one without trajectories where the world can't be opened, or the tree can't be rolled.
 
         Raises:
-            EnvironmentUnavailable, SnapshotUnsupported, ValueError: no other task would fare better.
+            NoTaskCanWork: no other task would fare better.
         """
         rollout = configured_rollout(
             self.config,
@@ -92,6 +95,11 @@ class LocalRollouts:
                 return Tree(prompt_ids=[], failures=[Failure.of(error)])
             try:
                 return await rollout.run(task.task, task.seed, task.row)
+            except NoTaskCanWork:
+                raise
+            except Exception as error:
+                logger.exception("task %s is left out", task.task)
+                return Tree(prompt_ids=[], failures=[Failure.of(error)])
             finally:
                 await self._call(rollout.world.close)
 

@@ -38,7 +38,7 @@ class Play:
         """
         data, bpo, policy = config["data"], config["bpo"], config.get("actor_rollout_ref", {})
         return cls(
-            config=build({"env": bpo["env"], "prompt": bpo["prompt"]}, "plain"),
+            config=build({key: bpo[key] for key in ("env", "prompt", "faults") if key in bpo}, "plain"),
             max_prompt_tokens=data["max_prompt_length"],
             max_response_tokens=data["max_response_length"],
             template_options=dict(data.get("apply_chat_template_kwargs") or {}),

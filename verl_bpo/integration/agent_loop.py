@@ -169,6 +169,7 @@ class TreeAgentLoop(AgentLoopBase):
         if not rows:
             rows = [self._empty_row()]
         record = tree.skeleton().to_dict()
+        cause, told = next(((f.cause, str(f)) for f in tree.failures), ("other", "nothing was played"))
         versions = sorted(rollout.versions) or [self.version]
         outputs = []
         for i, row in enumerate(rows):
@@ -191,6 +192,8 @@ class TreeAgentLoop(AgentLoopBase):
                         "reward_extra_info": {
                             "success": float(usable and tree.won(trajectory)),
                             "turns": float(row.num_turns),
+                            "lost": "" if usable else cause,
+                            "lost_to": "" if usable else told,
                             **({"task_type": str(info["task_type"])} if "task_type" in info else {}),
                         },
                         "turn_scores": [],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_bpo.advantages.estimator import Estimate, Values
 from verl_bpo.config.schema import RunError, build, find_estimator
+from verl_bpo.integration.faults import LostShare
 from verl_bpo.integration.losses import policy_loss
 from verl_bpo.integration.queue_rows import plain_list, session_of
 from verl_bpo.integration.stock_advantages import joined_advantage
@@ -36,8 +37,10 @@ from verl_bpo.tree.metrics import (
     BLIND,
     COMPUTE_COUNTERS,
     blind_entropy,
+    lost_shares,
     success_by_type,
     tree_metrics,
+    without_lost,
 )
 from verl_bpo.tree.prompting import PromptConfig, Prompter
 from verl_bpo.tree.record import dump_advantages, set_aside
@@ -62,6 +65,9 @@ class TreeTrainer(FixedUpdates):
         selector = self.bpo.branch.selector
         self.memory = selector.memory() if isinstance(selector, Choosing) else None
         self._told_blind = False
+        self.lost_share = LostShare(self.bpo.faults)
+        self._lost_keys: set[str] = set()
+        """Rows of the step that stand for a tree all of whose trajectories were lost."""
         super().__init__(config)
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -164,6 +170,7 @@ class TreeTrainer(FixedUpdates):
         )
         uids, extras = plain_list(data["uid"]), plain_list(data["extra_fields"])
         trees = self._trees(batch.keys, uids, extras, padding)
+        self._lost_keys = {key for key, extra, pad in zip(batch.keys, extras, padding) if not pad and _is_lost(extra)}
         self._count(trees, metrics)
         metrics["tree/rows"], metrics["tree/padding_rows"] = float((~padding).sum()), float(padding.sum())
         if self.estimator is None:
@@ -231,7 +238,7 @@ class TreeTrainer(FixedUpdates):
 
     def _stock_advantage(self, batch: KVBatchMeta, uids: list, extras: list, metrics: dict) -> KVBatchMeta:
         """verl's own estimator, unchanged, on trajectories; a row that stands for a lost tree leaves its prompt's group."""
-        lost = [i for i, e in enumerate(extras) if RowSpans.from_dict(e["row"]).trajectory == LOST]
+        lost = [i for i, extra in enumerate(extras) if _is_lost(extra)]
         if lost:
             renamed = list(uids)
             for i in lost:
@@ -263,6 +270,8 @@ class TreeTrainer(FixedUpdates):
         metrics.update({f"compute/{key}": float(self.totals[key]) for key in COMPUTE_COUNTERS})
         metrics["compute/evicted_trees"] = float(self.totals["evicted_trees"])
         metrics.update(tree_metrics(trees))
+        if trees.failures:
+            self.lost_share.step(self.global_steps, lost_shares(trees.trees.values()), trees.failures[0])
         branch = self.bpo.branch
         if self.memory is not None:
             self.memory.add(trees.lessons)
@@ -277,6 +286,12 @@ class TreeTrainer(FixedUpdates):
                 f"verl_bpo: WARNING: in 19 of 20 answers the first token has an entropy below {BLIND} nats, which can't say "
                 "where to branch: if they all begin alike, set bpo.branch.entropy_tokens=open"
             )
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:
+        kept = [(key, tag) for key, tag in zip(batch.keys, batch.tags) if key not in self._lost_keys]
+        keys, tags = map(list, zip(*kept))
+        played = KVBatchMeta(partition_id=batch.partition_id, keys=keys, tags=tags)
+        super()._compute_metrics(played, metrics, *args, **kwargs)
 
     def _dump_advantages(self, trees: Forest, uids: list, keys: list[str], estimate: Estimate) -> None:
         if self.bpo.dump_dir is None:
@@ -298,10 +313,28 @@ class TreeTrainer(FixedUpdates):
     # --- validation -------------------------------------------------------------------------------------------------
 
     def _val_metrics_update(
-        self, data_sources: list, sample_uids: list, infos: dict, *args: Any, **kwargs: Any
+        self, data_sources: list, sample_uids: list, infos: dict, sample_turns: list, *args: Any, **kwargs: Any
     ) -> dict:
-        metrics = super()._val_metrics_update(data_sources, sample_uids, infos, *args, **kwargs)
-        return metrics | success_by_type(data_sources, infos)
+        """verl's, of the episodes that were played to an end; how many were lost is said beside them."""
+        causes = infos.get("lost", [""] * len(data_sources))
+        lost_to = infos.get("lost_to", [])
+        played = [i for i, cause in enumerate(causes) if not cause]
+
+        def of_played(values: Sequence) -> list:
+            return [values[i] for i in played]
+
+        sources, uids, turns = map(of_played, (data_sources, sample_uids, sample_turns))
+        infos = {key: of_played(values) for key, values in infos.items() if key not in ("lost", "lost_to")}
+        metrics = super()._val_metrics_update(sources, uids, infos, turns, *args, **kwargs)
+        metrics |= success_by_type(sources, infos)
+        metrics |= {"val-lost/episodes": float(len(causes) - len(played)), "val-lost/share": 0.0}
+        if len(played) == len(causes):
+            return metrics
+        shares = {cause: n / len(causes) for cause, n in Counter(filter(None, causes)).most_common()}
+        told = next(text for cause, text in zip(causes, lost_to) if cause)
+        self.lost_share.see(f"validation at step {self.global_steps}", shares, told)
+        episodes = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        return without_lost(metrics, sources, uids, infos, episodes) | {"val-lost/share": sum(shares.values())}
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -329,6 +362,11 @@ class TreeTrainer(FixedUpdates):
             self.totals.update(state["totals"])
             if self.memory is not None:
                 self.memory.steps.extend(state.get("scores", []))
+
+
+def _is_lost(extra: dict) -> bool:
+    """Whether a row stands for a tree all of whose trajectories were lost."""
+    return RowSpans.from_dict(extra["row"]).trajectory == LOST
 
 
 def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwargs: dict | None = None) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl_bpo.tree.forest import Forest
+from verl_bpo.tree.topology import CAUSES, Tree
 
 COMPUTE_COUNTERS = ("env_steps", "replayed_steps", "generated_tokens", "prefill_tokens", "cached_tokens")
 """Cumulative costs, logged as ``compute/<name>`` (with ``compute/updates``, counted where the update happens)."""
+
+_MEAN = re.compile(r"(?P<section>val-core|val-aux)/(?P<source>.+)/(?P<key>[^/]+)/mean@(?P<n>\d+)")
 
 BLIND = 0.05
 """Nats below which an entropy is next to 0."""
@@ -40,6 +44,8 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         "tree/entropy_elsewhere": _mean(forest.score[scored & ~branching]),
         "tree/failed_branches": total("failed"),
         "tree/lost_trees": float(sum(not any(tree.usable()) for tree in forest.trees.values())),
+        **_lost_metrics(lost_shares(forest.trees.values())),
+        "tree/retries": total("retries"),
         "tree/prompts_too_long": total("too_long"),
         "tree/recoveries": total("recoveries"),
         "tree/replayed_steps": total("replayed_steps"),
@@ -59,6 +65,19 @@ def tree_metrics(forest: Forest) -> dict[str, float]:
         found["tree/value_at_branch"] = _mean(forest.state_value[valued & branching])
         found["tree/value_elsewhere"] = _mean(forest.state_value[valued & ~branching])
     return found
+
+
+def lost_shares(trees: Collection[Tree]) -> dict[str, float]:
+    """Share of trajectories that were lost to their environment, by cause, the likeliest first; a mean over trees."""
+    lost: Counter[str] = Counter()
+    for tree in trees:
+        lost.update(tree.lost())
+    return {cause: share / len(trees) for cause, share in lost.most_common()}
+
+
+def _lost_metrics(shares: Mapping[str, float]) -> dict[str, float]:
+    by_cause = {f"tree/lost_share/{cause}": shares.get(cause, 0.0) for cause in (*CAUSES.values(), "other")}
+    return {"tree/lost_share": sum(shares.values()), **by_cause}
 
 
 def blind_entropy(score: torch.Tensor) -> bool:
@@ -81,6 +100,39 @@ def success_by_type(data_sources: Sequence[str], infos: Mapping[str, Sequence[An
             won[f"val-type/{source}/{kind}"].append(float(success))
     metrics = {f"{key}/success": sum(values) / len(values) for key, values in won.items()}
     return metrics | {f"{key}/episodes": float(len(values)) for key, values in won.items()}
+
+
+def without_lost(
+    metrics: Mapping[str, float],
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    infos: Mapping[str, Sequence[Any]],
+    episodes: int,
+) -> dict[str, float]:
+    """A validation's metrics, in which each mean is one over all prompts of which an episode was played to an end.
+
+    verl names the mean over a prompt's k episodes ``mean@k``: of prompts that lost one it would stand under a name of its own,
+    and the usual name would hold those prompts alone that lost none.
+
+    Args:
+        metrics: verl's, of the episodes below.
+        data_sources, uids: one an episode, those lost left out.
+        infos: verl's ``reward_extra_info`` by key, likewise.
+        episodes: of each prompt, those lost included.
+    """
+    prompts: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for key, values in infos.items():
+        for source, uid, value in zip(data_sources, uids, values):
+            if value is not None and not isinstance(value, str):
+                prompts[source, key][uid].append(float(value))
+    named = [match for name in metrics if (match := _MEAN.fullmatch(name))]
+    core = {(match["source"], match["key"]) for match in named if match["section"] == "val-core"}
+    kept = {name: value for name, value in metrics.items() if not _MEAN.fullmatch(name)}
+    for (source, key), played in prompts.items():
+        section = "val-core" if (source, key) in core else "val-aux"
+        means = [sum(values) / len(values) for values in played.values()]
+        kept[f"{section}/{source}/{key}/mean@{episodes}"] = sum(means) / len(means)
+    return kept
 
 
 def _branching_turns(forest: Forest) -> torch.Tensor:

@@ -15,9 +15,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from verl_bpo.sandbox.base import (
     NoTaskCanWork,
@@ -26,8 +26,11 @@ from verl_bpo.sandbox.base import (
     Row,
     Sandbox,
     SandboxError,
+    SandboxTimeout,
     Snapshot,
+    TaskError,
 )
+from verl_bpo.sandbox.history import Fingerprint
 from verl_bpo.sandbox.turns import Action
 from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
@@ -37,6 +40,8 @@ from verl_bpo.tree.states import StateId
 from verl_bpo.tree.topology import ROOT, Failure, Node, Tree
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -84,6 +89,29 @@ class _Point:
 
 
 @dataclass
+class _Life:
+    """What a trajectory holds of the world, and how to come there again."""
+
+    sandbox: Sandbox
+    since: Snapshot | None
+    """The last snapshot; None: the initial state, in which ``first`` was seen."""
+    first: Fingerprint | None
+    retries: int
+    played: list[tuple[Action, Fingerprint]] = field(default_factory=list)
+    """Actions since then, and what the world answered."""
+    earlier: int = 0
+    """Steps of the trajectory's own that other sandboxes took."""
+
+    def __post_init__(self) -> None:
+        self.start = self.sandbox.env_steps
+
+    @property
+    def steps(self) -> int:
+        """The trajectory's own steps; those of a try that failed and was made good are not among them."""
+        return self.earlier + self.sandbox.env_steps - self.start
+
+
+@dataclass
 class TreeRollout:
     """Rolls one tree of one task. Use once."""
 
@@ -101,6 +129,8 @@ class TreeRollout:
     """Fewest forks of one branch point: 2 where the trunk is no sibling to compare a lone one with."""
     digests: bool = False
     """Whether every state's digest is asked for: with it two states are told apart that look alike."""
+    retries: int = 0
+    """Times that a trajectory whose world failed is brought back to where it was, and goes on."""
     chance: Callable[[str], float] = lambda place: random.random()
     """Place of a decision point -> the number in [0, 1) that selectors which branch at random go by."""
 
@@ -121,6 +151,10 @@ class TreeRollout:
         self._snapshots: list[Snapshot] = []
         self._tasks: set[asyncio.Task] = set()
         self._calls: set[Future] = set()
+        self._hangs = False
+        """Whether a hang has come back when its step was taken again: no further one is waited for twice."""
+        self._hang = asyncio.Lock()
+        """Held by the one that is waited for again."""
 
     async def run(self, task: str, seed: int = 0, row: Row | None = None) -> Tree:
         """Roll the tree.
@@ -145,7 +179,7 @@ class TreeRollout:
         finally:
             await self._cleanup()
         self.counters["recoveries"] = self.world.recoveries
-        self.counters["replayed_steps"] = self.world.replayed_steps
+        self.counters["replayed_steps"] += self.world.replayed_steps
         self.counters["branch_points"] = len(self.tree.branch_points())
         self.counters["failed"] = sum(t.end == "failed" for t in self.tree.trajectories)
         self.counters["leaves"] = sum(1 for _ in self.tree.usable())
@@ -231,14 +265,20 @@ class TreeRollout:
         await self._finish()
 
     async def _root(self, index: int) -> None:
-        try:
-            started = time.perf_counter()
-            sandbox, observation, state = await self._call(self._open_root)
-            self.counters["reset_seconds"] += time.perf_counter() - started
-        except SandboxError as error:
-            self._lost(index, error)
-            self._ends(index, 0, 0, 0)
-            return
+        started, retries = time.perf_counter(), self.retries
+        while True:
+            try:
+                sandbox, observation, state = await self._call(self._open_root)
+                break
+            except SandboxError as error:
+                if retries and self._may_pass(error):
+                    retries -= 1
+                    self.counters["retries"] += 1
+                    continue
+                self._lost(index, error)
+                self._ends(index, 0, 0, 0)
+                return
+        self.counters["reset_seconds"] += time.perf_counter() - started
         conversation = self.prompter.first(observation)
         if len(conversation.ids) > self.max_prompt_tokens:
             await self._refuse(
@@ -251,15 +291,15 @@ class TreeRollout:
             return
         if not self.tree.prompt_ids:
             self.tree.prompt_ids = list(conversation.ids)
-        await self._trajectory(index, sandbox, state, conversation, observation.actions, observation.info, ROOT, 0)
+        life = _Life(sandbox, None, self._print(observation), retries)
+        await self._trajectory(index, life, state, conversation, observation.actions, observation.info, ROOT, 0)
 
     async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
         """Leave a task out whose first prompt doesn't fit."""
         self._lost(index, PromptTooLong(f"task {self.task}: {reason}"))
         self.counters["too_long"] = 1
         self._ends(index, 0, 0, 0)
-        await self._call(sandbox.close)
-        self._open.discard(sandbox)
+        await self._close(sandbox)
 
     def _branch(self, point: _Point) -> None:
         """Claim what forks of ``point`` fit and let them start."""
@@ -282,10 +322,12 @@ class TreeRollout:
         """Sample an alternative at ``point`` for each of the trajectories ``indices``, and roll them to their ends."""
         parent = self.tree.trajectories[indices[0]].parent
         started = time.perf_counter()
-        try:
-            sandboxes = await self._call(self._open_forks, point, len(indices))
-        except SandboxError as error:
-            sandboxes = [error] * len(indices)
+        sandboxes = await self._forks(point, len(indices))
+        failed = [i for i, sandbox in enumerate(sandboxes) if isinstance(sandbox, Exception)]
+        if failed and self.retries and all(self._may_pass(sandboxes[i]) for i in failed):
+            self.counters["retries"] += len(failed)
+            for i, sandbox in zip(failed, await self._forks(point, len(failed))):
+                sandboxes[i] = sandbox
         self.counters["fork_seconds"] += time.perf_counter() - started
         self.counters["forks"] += len(indices)
         for index, sandbox in zip(indices, sandboxes):
@@ -293,10 +335,11 @@ class TreeRollout:
                 self._lost(index, sandbox)
                 self._ends(index, point.seen.depth, 0, 0)
                 continue
+            life = _Life(sandbox, point.snapshot, None, self.retries - (index in failed))
             self._spawn(
                 self._trajectory(
                     index,
-                    sandbox,
+                    life,
                     point.state,
                     point.conversation,
                     point.admissible,
@@ -306,10 +349,16 @@ class TreeRollout:
                 )  # fmt: skip
             )
 
+    async def _forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
+        try:
+            return await self._call(self._fork_snapshot, point.snapshot, count)
+        except SandboxError as error:
+            return [error] * count
+
     async def _trajectory(
         self,
         index: int,
-        sandbox: Sandbox,
+        life: _Life,
         state: StateId,
         conversation: Conversation,
         admissible: tuple[str, ...] | None,
@@ -318,7 +367,7 @@ class TreeRollout:
         depth: int,
     ) -> None:
         """Turn after turn to the end of the episode."""
-        start_depth, start_steps, tokens, idle = depth, sandbox.env_steps, 0, 0
+        start_depth, tokens, idle = depth, 0, 0
         trajectory = self.tree.trajectories[index]
         try:
             while True:
@@ -338,13 +387,14 @@ class TreeRollout:
                     if initial:
                         point = _Point(seen, None, state, conversation, admissible, info)
                     elif chosen or isinstance(self.branch.selector, Ranking):
-                        point = await self._snapshot(sandbox, seen, state, conversation, admissible, info)
+                        point = await self._snapshot(life, seen, state, conversation, admissible, info)
                 acted_in = state
                 if action is None:  # which leaves the world as it was
                     observation = self.prompter.no_action(text, admissible)
                     idle += 1
                 else:
-                    observation, state = await self._call(self._step, sandbox, action)
+                    observation, state = await self._act(life, self._step, action)
+                    life.played.append((action, self._print(observation)))
                     info = observation.info
                 self.counters["invalid_actions"] += not valid
                 after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
@@ -390,18 +440,89 @@ class TreeRollout:
         except SandboxError as error:
             self._lost(index, error)
         finally:
-            steps = sandbox.env_steps - start_steps + idle
+            steps = life.steps + idle
             self.counters["env_steps"] += steps
-            await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up
-            self._open.discard(sandbox)
+            await self._close(life.sandbox)
         self._ends(index, start_depth, steps, tokens)
 
-    async def _snapshot(self, sandbox, seen, state, conversation, admissible, info) -> _Point:
+    async def _snapshot(self, life: _Life, seen, state, conversation, admissible, info) -> _Point:
         started = time.perf_counter()
-        snapshot = await self._call(self._take_snapshot, sandbox)
+        snapshot = await self._act(life, self._take_snapshot)
+        life.since, life.played = snapshot, []
         self.counters["snapshot_seconds"] += time.perf_counter() - started
         self.counters["snapshots"] += 1
         return _Point(seen, snapshot, state, conversation, admissible, info)
+
+    # --- tried again ------------------------------------------------------------------------------------------------
+
+    async def _act(self, life: _Life, call: Callable[..., T], *args: Any) -> T:
+        """What ``call`` of the life's sandbox gives, or gives at a further try, from the same state.
+
+        The action stays the one that was sampled: another one in its place would make a sample of those that work.
+
+        Raises:
+            SandboxError: it failed as often as it may.
+        """
+        before = life.steps
+        try:
+            return await self._call(call, life.sandbox, *args)
+        except SandboxTimeout as error:
+            async with self._hang:
+                return await self._again(life, before, error, call, *args)
+        except SandboxError as error:
+            return await self._again(life, before, error, call, *args)
+
+    async def _again(self, life: _Life, before: int, error: SandboxError, call: Callable[..., T], *args: Any) -> T:
+        while life.retries and self._may_pass(error):
+            life.retries -= 1
+            self.counters["retries"] += 1
+            try:
+                await self._revive(life, before)
+            except NoTaskCanWork:
+                raise
+            except SandboxError as no_way:
+                logger.warning("task %s: not tried again: %s", self.task, no_way)
+                break
+            try:
+                return await self._call(call, life.sandbox, *args)
+            except SandboxError as again:
+                self._hangs |= isinstance(error, SandboxTimeout) and isinstance(again, SandboxTimeout)
+                error = again
+        raise error
+
+    def _may_pass(self, error: Exception) -> bool:
+        """Whether a second try may fare better."""
+        if isinstance(error, NoTaskCanWork | TaskError) or not isinstance(error, SandboxError):
+            return False
+        return not (isinstance(error, SandboxTimeout) and self._hangs)
+
+    async def _revive(self, life: _Life, steps: int) -> None:
+        """Give a trajectory that has taken ``steps`` another sandbox in the state that it was in.
+
+        Raises:
+            SandboxError: there is no way back, or the world answered otherwise than before.
+        """
+        await self._close(life.sandbox)
+        if life.since is None:
+            sandbox, observation, _ = await self._call(self._open_root)
+            life.first.check(observation, self.world.volatile, f"reset of {self.task}")
+        else:
+            (sandbox,) = await self._call(self._fork_snapshot, life.since, 1)
+            if isinstance(sandbox, Exception):
+                raise sandbox
+        self.counters["replayed_steps"] += life.steps - steps
+        life.sandbox, life.earlier, life.start = sandbox, steps, sandbox.env_steps
+        try:
+            for number, (action, answer) in enumerate(life.played, 1):
+                again = await self._call(sandbox.step, action)
+                answer.check(again, self.world.volatile, f"step {number} ({action!r})")
+        finally:
+            self.counters["replayed_steps"] += sandbox.env_steps - life.start
+            life.start = sandbox.env_steps
+
+    def _print(self, observation: Observation) -> Fingerprint | None:
+        """What a replay is compared with; nothing where none can come."""
+        return Fingerprint.of(observation, self.world.volatile) if self.retries else None
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
@@ -462,8 +583,8 @@ class TreeRollout:
                 )
         return StateId.of(observation.text, self.world.volatile, digest)
 
-    def _open_forks(self, point: _Point, count: int) -> list[Sandbox | Exception]:
-        sandboxes = point.snapshot.fork(count)
+    def _fork_snapshot(self, snapshot: Snapshot, count: int) -> list[Sandbox | Exception]:
+        sandboxes = snapshot.fork(count)
         self._open.update(s for s in sandboxes if not isinstance(s, Exception))
         return sandboxes
 
@@ -471,6 +592,10 @@ class TreeRollout:
         snapshot = sandbox.snapshot()
         self._snapshots.append(snapshot)
         return snapshot
+
+    async def _close(self, sandbox: Sandbox) -> None:
+        await self._call(sandbox.close)  # cancelled here, the sandbox stays known and is closed by the clean-up
+        self._open.discard(sandbox)
 
     async def _call(self, function: Callable, *args: Any) -> Any:
         call = self.executor.submit(function, *args)

@@ -76,6 +76,16 @@ class Trajectory:
         return self.leaf >= 0 and self.end in ("terminated", "truncated")
 
 
+CAUSES = {
+    "SandboxCrashed": "crash",
+    "SandboxTimeout": "hang",
+    "SandboxError": "bad_answer",
+    "TaskError": "task",
+    "PromptTooLong": "prompt_too_long",
+}
+"""Name of an error's class -> the cause that its losses are counted under; any other counts as ``other``."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """What a branch, or the whole tree, was lost to."""
@@ -89,6 +99,10 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, trajectory: int | None = None) -> Failure:
         return cls(type(error).__name__, str(error), trajectory)
+
+    @property
+    def cause(self) -> str:
+        return CAUSES.get(self.kind, "other")
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}"
@@ -161,6 +175,11 @@ class Tree:
     def usable(self) -> Iterator[Trajectory]:
         """Trajectories that reached an end of their own (not lost to a failure)."""
         return (t for t in self.trajectories if t.usable)
+
+    def lost(self) -> dict[str, float]:
+        """Share of its trajectories that were lost, by cause; a tree that has none was lost as a whole."""
+        count = max(len(self.trajectories), 1)
+        return {cause: n / count for cause, n in Counter(failure.cause for failure in self.failures).items()}
 
     def trajectory_return(self, trajectory: Trajectory) -> float:
         """Sum of rewards from the initial state to the trajectory's leaf."""
