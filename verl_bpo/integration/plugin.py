@@ -7,6 +7,8 @@ kept in ``process.ERRORS``: ``verl-bpo doctor`` shows it, a run that asks for us
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -132,6 +134,26 @@ def _tracking(module: Any) -> None:
     from verl_bpo.integration.tracking import keep_log
 
     keep_log(module)
+
+
+@_hook("verl.utils.import_utils", "trl without a value head")
+def _trl(module: Any) -> None:
+    """verl takes any installed TRL for one that has its value head, which TRL has dropped: no engine would start."""
+    installed = module.is_trl_available
+
+    def is_trl_available() -> bool:
+        return installed() and has_value_head()
+
+    module.is_trl_available = is_trl_available
+
+
+def has_value_head() -> bool:
+    """Whether the installed TRL has the class that verl's engines patch."""
+    for module in ("trl.experimental.ppo", "trl"):
+        with contextlib.suppress(ImportError, AttributeError):
+            if hasattr(importlib.import_module(module), "AutoModelForCausalLMWithValueHead"):
+                return True
+    return False
 
 
 @_hook("verl.utils.distributed", "process group on cpu")

@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ class TextworldEnvironment(Environment):
     def load_state(self, state: Any) -> None:
         progression, self._commands, self._actions, self._score = state
         self._progression = _copy(progression)
+
+    def digest(self) -> dict[str, str]:
+        """The facts, and which of the quests' events have happened: all that the future of a game depends on."""
+        events = [e.done for q in self._progression.quest_progressions for e in (*q.win_events, *q.fail_events)]
+        facts = "\n".join(sorted(map(str, self._progression.state.facts)))
+        return {"facts": _hash(facts), "quests": _hash(repr(events))}
 
     def expert_actions(self) -> list[str] | None:
         walkthrough = self._rules.game.walkthrough
@@ -231,6 +238,10 @@ class _Facts:
 class _Lists(dict):
     def __missing__(self, key: str) -> list[str]:
         return self.setdefault(key, [])
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _article(name: str) -> str:
