@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_bpo.advantages.estimator import Estimate, Estimator
+from verl_bpo.advantages.gigpo import GiGPO
 from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.advantages.sapo_turns import sapo_targets
 from verl_bpo.advantages.tree_critic import TreeCritic
@@ -44,6 +45,8 @@ ROOTS_AND_FORKS = {"branch": OPEN | {"forks": 1, "root_samples": 6}, "advantage"
 METHODS = {
     "rloo": Method("RLOO", "plain", FILL),
     "grpo": Method("GRPO", "plain", FILL | {"advantage": {"baseline": "mean", "normalize": "sibling_std"}}),
+    "gigpo": Method("GiGPO", "plain", FILL, GiGPO()),
+    "gigpo_no_std": Method("GiGPO, F_norm = 1", "plain", FILL, GiGPO(norm="none")),
     "v_baseline": Method("V baseline, plain trajectories", "plain", FILL, SAPO(lam=1.0, normalise=False), True),
     "gae": Method("PPO: GAE .95, plain trajectories", "plain", FILL, SAPO(bootstrap="v"), True),
     "paper": Method("`paper`", "paper"),

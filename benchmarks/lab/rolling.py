@@ -195,6 +195,7 @@ def forest_of(rollers: list[Roller]) -> tuple[Forest, dict[str, torch.Tensor]]:
         truncated=torch.zeros(size, dtype=torch.bool),
         won=leaf >= 1,
         depth=torch.tensor(ends),
+        observed=torch.tensor(state),
     )
     named = {"task": prompt, "depth": depth, "state": state, "action": action}
     return forest, {name: torch.tensor(x) for name, x in named.items()}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from inspect import getsource
 
 import pytest
+import torch
+from enumeration import Process, expected_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tabular import TabularMDP, enumerate_outcomes
+from tabular import expected_gradient as tabular_gradient
 
 from verl_bpo.advantages.gigpo import GiGPO
 from verl_bpo.config.schema import build, find_estimator
@@ -176,3 +181,64 @@ def test_a_run_names_it_with_its_parameters():
     assert not build({}, "plain").asks_for_digests
     with pytest.raises(ConfigError, match="bpo.estimator.gamma=1.5 must be at most 1"):
         find_estimator(build({"estimator": {"gamma": 1.5}}, "plain"), "gigpo")
+
+
+# --- what the expected gradient is ------------------------------------------------------------------------------------
+
+NAMED = {"norm": "none", "gamma": 1.0}
+"""Without what biases: neither the deviation nor a discount."""
+
+
+def tabular(seed: int, rollouts: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected gradient and the true one, over all logits of a process that comes to one state after one turn or two."""
+    mdp = TabularMDP(states=4, actions=2, horizon=3, seed=seed)
+    outcomes = enumerate_outcomes(mdp, lambda *_: 0, roots=rollouts)
+    reward = mdp.reward[outcomes.state, outcomes.action]
+    found = GiGPO(**options)(replace(outcomes.forest, reward=reward, observed=outcomes.state))
+    return tabular_gradient(mdp, outcomes, found.advantage * found.weight), rollouts * mdp.policy_gradient()
+
+
+@pytest.mark.parametrize("rollouts", [2, 3])
+def test_the_episode_part_without_deviation_is_the_true_gradient_times_n_minus_1_over_n(rollouts):
+    found, true = tabular(0, rollouts, omega=0.0, **NAMED)
+    torch.testing.assert_close(found, true * (rollouts - 1) / rollouts, rtol=0, atol=1e-12)
+
+
+def plain(rollouts: int):
+    keys = {"branch": {"root_samples": rollouts}, "budget": {"limit": rollouts}}
+    return build({**keys, "env": {"max_turns": 3, "max_action_tokens": 1}}, "plain")
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_the_step_part_is_right_in_direction_and_lacks_the_share_of_its_own_return(graded):
+    """Where a state tells its history: of m that come to it m - 1 count, so that seldom visited states learn less."""
+    process = Process.drawn(2, 2, graded)
+    both, true = expected_gradient(process, plain(3), GiGPO(**NAMED))
+    episode, _ = expected_gradient(process, plain(3), GiGPO(omega=0.0, **NAMED))
+    for state, reached in (("", 1.0), ("a", process.p_a[""]), ("b", 1 - process.p_a[""])):
+        counted = sum((m - 1) * math.comb(3, m) * reached**m * (1 - reached) ** (3 - m) for m in (2, 3))
+        assert both[state] - episode[state] == pytest.approx(counted * true[state], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, cosines",
+    [
+        (NAMED, [0.9997, 0.9982, 0.9996, 0.9968]),
+        ({"norm": "none"}, [0.9999, 0.9983, 0.9995, 0.9968]),
+        ({}, [0.9988, 0.9906, 0.9997, 0.9903]),
+    ],
+)
+def test_where_a_state_is_visited_at_several_depths_it_is_biased_by_a_few_per_cent(options, cosines):
+    for seed, cosine in enumerate(cosines):
+        found, true = tabular(seed, 3, **options)
+        assert float(torch.cosine_similarity(found.flatten(), true.flatten(), 0)) == pytest.approx(cosine, abs=1e-4)
+        assert (found * true > -1e-12).all(), "it turns no direction around here"
+
+
+def test_the_deviation_can_turn_the_gradient_around_at_a_state():
+    """In the initial state, three plain rollouts, graded returns; without it that can't happen (above)."""
+    process = Process.drawn(1, 2, True)
+    found, true = expected_gradient(process, plain(3), GiGPO(gamma=1.0))
+    assert found[""] * true[""] < 0
+    found, true = expected_gradient(process, plain(3), GiGPO(**NAMED))
+    assert found[""] == pytest.approx(4 * true[""])
