@@ -112,13 +112,17 @@ class Roller:
 
     def _fork_ranked(self) -> None:
         selector = self.branch.selector
-        for _ in count() if selector.rounds is None else range(selector.rounds):
+        for number in count() if selector.rounds is None else range(selector.rounds):
             here = {p.node: (p, state) for p, state in self.points if self._group(p.depth)}
-            best = next(iter(selector.ranked([p for p, _ in here.values()])), None)
-            if best is None:
+            picked = selector.picked(
+                [p for p, _ in here.values()], lambda i, number=number: self.chance(-1 - number, i)
+            )
+            if not picked:
                 return
-            self.points.remove(here[best.node])
-            self._fork(*here[best.node])
+            for place in (here[p.node] for p in picked):
+                if not selector.FORKS_AGAIN:
+                    self.points.remove(place)
+                self._fork(*place)
             self._roll()
 
     def _roll(self) -> None:
@@ -140,8 +144,9 @@ class Roller:
             self.nodes.append((parent, index, depth, state, action))
             if looks and (depth > start or offers_initial):
                 point = DecisionPoint(
-                    depth, world.entropy[state], world.value[depth][state], self.chance(index, depth), index, node
-                )
+                    depth, world.entropy[state], world.value[depth][state], self.chance(index, depth), index, node,
+                    initial_entropy=world.entropy[0],
+                )  # fmt: skip
                 if ranks:
                     found.append((point, state))
                 elif isinstance(selector, Choosing):

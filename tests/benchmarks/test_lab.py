@@ -147,6 +147,24 @@ CONFIGS = {name: partial(METHODS[name].config, 6, 5) for name in METHODS} | {
                 "budget": {"limit": 40, "unit": "env_steps", "fill": "root"},
             },
         ),
+        (
+            "random nodes",
+            "plain",
+            {
+                "env": {"max_turns": 6},
+                "branch": {"selector": "random_nodes", "nodes": 2, "expansions": 3, "forks": 1, "depth": 9},
+                "budget": {"limit": 7, "fill": "none"},
+            },
+        ),
+        (
+            "entropy rise",
+            "plain",
+            {
+                "env": {"max_turns": 6},
+                "branch": {"selector": "entropy_rise", "root_samples": 3, "forks": 1, "depth": 9},
+                "budget": {"limit": 9},
+            },
+        ),
         ("quantile", "plain", {"env": {"max_turns": 6}, "branch": {"selector": "quantile"}, "budget": {"limit": 6}}),
     )
 }

@@ -614,3 +614,64 @@ def test_trees_of_older_dumps_are_read_and_say_nothing_of_states():
         del node["observed"], node["digest"]
     forest = Forest.of({"p_0": Tree.from_dict(old)}, {"p_0": "p"})
     assert (forest.observed == -1).all() and (forest.digest == -1).all()
+
+
+# --- other people's branching -----------------------------------------------------------------------------------------
+
+
+def test_random_nodes_expand_states_of_the_whole_tree_uniformly_and_some_of_them_twice():
+    """Tree-GRPO: 1 + N L leaves; each draw is of all states that the rounds before left, the initial one among them."""
+    places, twice, initial, of_forks = [], 0, 0, 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        policy = ScriptedPolicy(lambda number, rng=rng: rng.choice("ab"))
+        keys = {"selector": "random_nodes", "nodes": 3, "expansions": 2, "forks": 1, "depth": 9}
+        config = build(
+            {"branch": keys, "budget": {"limit": 7, "fill": "none"}, "env": {"max_turns": 4, "max_action_tokens": 4}}, "plain"
+        )  # fmt: skip
+        with ThreadPoolExecutor(4) as threads:
+            rollout = configured_rollout(
+                config, generate=policy, executor=threads, prompter=FakePrompter(), max_prompt_tokens=50,
+                max_response_tokens=100, chance=lambda place, seed=seed: drawn(seed, place) / 2**32,
+            )  # fmt: skip
+            rollout.world = FakeWorld(length=4)
+            tree = asyncio.run(rollout.run("task"))
+        assert len(tree.trajectories) == 7
+        parents = [t.parent for t in tree.trajectories[1:]]
+        twice += len(set(parents)) < len(parents)
+        initial += parents[:3].count(-1)
+        places += [tree.depth(p) for p in parents[:3]]
+        of_forks += sum(p >= 0 and tree.nodes[p].trajectory > 0 for p in parents[3:])
+    # The backbone has four states, of depths 0 to 3; 180 draws of the first rounds.
+    assert {depth: places.count(depth) / 180 for depth in range(4)} == pytest.approx(
+        dict.fromkeys(range(4), 0.25), abs=0.1
+    )
+    assert initial == places.count(0) and twice > 20 and of_forks > 20
+
+
+@pytest.mark.parametrize("rise, share", [(0.0, 0.5), (1.0, 0.7), (-1.0, 0.3), (3.0, 1.0), (-3.0, 0.0)])
+def test_entropy_rise_branches_the_more_often_the_more_the_entropy_has_risen_since_the_initial_state(rise, share):
+    """ARPO: with probability share + weight (H_t - H_0); forks of forks too, with the initial state's H_0."""
+    branched = visited = 0
+    for seed in range(25):
+        keys = {"selector": "entropy_rise", "weight": 0.2, "forks": 1, "depth": 9}
+        config = build(
+            {"branch": keys, "budget": {"limit": 500}, "env": {"max_turns": 3, "max_action_tokens": 4}}, "plain"
+        )
+        entropies = {0: 4.0}
+
+        async def generate(prompt, most, place, entropies=entropies):
+            depth = int(place.split("/")[1])
+            return Generation([ord("a")], [-0.7], [entropies.get(depth, 4.0 + rise)])
+
+        with ThreadPoolExecutor(4) as threads:
+            rollout = configured_rollout(
+                config, generate=generate, executor=threads, prompter=FakePrompter(), max_prompt_tokens=50,
+                max_response_tokens=100, chance=lambda place, seed=seed: drawn(seed, place) / 2**32,
+            )  # fmt: skip
+            rollout.world = FakeWorld(length=3)
+            tree = asyncio.run(rollout.run("task"))
+        starts = {t.start for t in tree.trajectories}
+        visited += sum(i not in starts for i in range(len(tree.nodes)))
+        branched += sum(t.parent >= 0 for t in tree.trajectories)
+    assert visited >= 50 and branched / visited == pytest.approx(share, abs=0.12)

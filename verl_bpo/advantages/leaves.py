@@ -32,6 +32,14 @@ class Leaves:
         return torch.zeros_like(self.forest.depth).index_put((trajectory,), self.forest.prompt)
 
     @cached_property
+    def tree(self) -> Tensor:
+        """int64 [L]: of each trajectory."""
+        trees = torch.zeros_like(self.forest.depth)
+        for number, turns in enumerate(self.forest.turns.values()):
+            trees[self.forest.trajectory[turns]] = number
+        return trees
+
+    @cached_property
     def last(self) -> Tensor:
         """bool [N]: the turn is the last of a trajectory that wasn't lost."""
         ended = torch.ones_like(self.forest.usable[self.forest.trajectory])
@@ -74,12 +82,13 @@ class Leaves:
         return found
 
 
-def relative(x: Tensor, group: Tensor, std: bool) -> tuple[Tensor, Tensor]:
-    """``x`` less the mean of its group, over the group's sample standard deviation if ``std``; 0 in a group of one.
+def relative(x: Tensor, group: Tensor, std: bool, population: bool = False) -> tuple[Tensor, Tensor]:
+    """``x`` less the mean of its group, over the group's standard deviation if ``std``; 0 in a group of one.
 
     Args:
         x: [M].
         group: int64 [M], any numbers.
+        population: the deviation is that of the group as a whole population, not of a sample.
 
     Returns:
         [M] the above, and int64 [M]: members of the group.
@@ -90,6 +99,7 @@ def relative(x: Tensor, group: Tensor, std: bool) -> tuple[Tensor, Tensor]:
     equal = sum_by(group, deviation.abs()) <= noise(x) * sum_by(group, x.abs())
     deviation = deviation.masked_fill(equal[group], 0)
     if std:
-        spread = (sum_by(group, deviation**2) / (n - 1).clamp(min=1)).sqrt()
+        free = n if population else (n - 1).clamp(min=1)
+        spread = (sum_by(group, deviation**2) / free).sqrt()
         deviation = deviation / (spread + EPSILON)[group]
     return deviation, n[group]

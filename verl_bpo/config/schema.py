@@ -69,8 +69,8 @@ class BPOConfig(Options):
     advantage: BPO = BPO()
     sapo: SAPO = SAPO()
     estimator: dict[str, Any] = {}
-    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic`` or
-    ``gigpo``."""
+    """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic``,
+    ``gigpo``, ``hgpo`` or ``tree_grpo``."""
     env: EnvConfig = EnvConfig()
     faults: FaultConfig = FaultConfig()
     prompt: PromptConfig = PromptConfig()

@@ -227,21 +227,22 @@ class TreeRollout:
             self._first += 1
 
     async def _fork_ranked(self) -> None:
-        """Fork the best decision points, at most one of a trajectory a round, so that nested forks can compete."""
-        trajectories = self.tree.trajectories
-        rounds = self.branch.selector.rounds
-        for _ in count() if rounds is None else range(rounds):
+        """Fork the decision points that each round picks, so that nested forks can compete."""
+        trajectories, selector = self.tree.trajectories, self.branch.selector
+        for number in count() if selector.rounds is None else range(selector.rounds):
             points = {
                 p.seen.node: p
                 for p in self.points
                 if trajectories[p.seen.trajectory].usable and self._group(p.seen.depth)
             }
             seen = [replace(p.seen, success=self.tree.won(trajectories[p.seen.trajectory])) for p in points.values()]
-            best = next(iter(self.branch.selector.ranked(seen)), None)
-            if best is None:
+            picked = selector.picked(seen, lambda i, number=number: self.chance(f"{-1 - number}/{i}"))
+            if not picked:
                 return
-            self.points.remove(points[best.node])
-            self._branch(points[best.node])
+            for point in (points[p.node] for p in picked):
+                if not selector.FORKS_AGAIN:
+                    self.points.remove(point)
+                self._branch(point)
             await self._finish()
 
     async def _fill(self) -> None:
@@ -378,7 +379,7 @@ class TreeRollout:
                 self._count(sampled)
                 text = self.prompter.decode(sampled.token_ids)
                 action, valid = self.prompter.parse(text, admissible)
-                seen = self._look(index, depth, sampled, admissible)
+                seen = self._look(index, parent, depth, sampled, admissible)
                 point, chosen = None, False
                 # A fork's first turn stands in the state that it was forked at, a root sample's in the initial one.
                 initial = depth == 0 == index and getattr(self.branch.selector, "OFFERS_INITIAL", False)
@@ -526,13 +527,16 @@ class TreeRollout:
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
-    def _look(self, index: int, depth: int, sampled: Generation, admissible: tuple[str, ...] | None) -> DecisionPoint:
-        """The state that ``sampled`` was sampled in, as selectors see it."""
+    def _look(
+        self, index: int, parent: int, depth: int, sampled: Generation, admissible: tuple[str, ...] | None
+    ) -> DecisionPoint:
+        """The state after ``parent``, that ``sampled`` was sampled in, as selectors see it."""
         forced = 0
         if self.branch.entropy_tokens == "open":
             forced = self.prompter.forced_tokens(sampled.token_ids, admissible)
         entropy, chance = self.branch.entropy(sampled.entropy, forced), self.chance(f"{index}/{depth}")
-        return DecisionPoint(depth, entropy, sampled.state_value, chance, index)
+        initial = entropy if parent == ROOT else self.tree.nodes[self.tree.path(parent)[0]].score
+        return DecisionPoint(depth, entropy, sampled.state_value, chance, index, initial_entropy=initial)
 
     def _chooses(self, seen: DecisionPoint) -> bool:
         """Whether to branch at once, where the selector doesn't wait for whole trajectories."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -39,6 +39,8 @@ class DecisionPoint:
     """The turn that was taken there, once it was."""
     success: bool = False
     """Whether its trajectory won, once it has ended."""
+    initial_entropy: float = 0.0
+    """Entropy signal of the initial state, nats, as the first turn on the way here saw it."""
 
 
 class Selector(Options):
@@ -91,16 +93,26 @@ class Ranking(Selector):
 
     OFFERS_INITIAL: ClassVar[bool] = False
     """Whether the initial state stands among the backbone's points."""
+    FORKS_AGAIN: ClassVar[bool] = False
+    """Whether a point that was forked may be forked again."""
 
     @property
     @abstractmethod
     def rounds(self) -> int | None:
-        """How often the best affordable point is forked; points of its forks stand among the next round's. None: as long as
-        the budget lasts."""
+        """How often affordable points are forked; points of their forks stand among the next round's. None: as long as the
+        budget lasts."""
 
     @abstractmethod
     def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
         """The points that may be forked, best first."""
+
+    def picked(self, points: Sequence[DecisionPoint], draw: Callable[[int], float]) -> list[DecisionPoint]:
+        """Those that one round forks: the best.
+
+        Args:
+            draw: number -> a draw from [0, 1), another one in each round.
+        """
+        return self.ranked(points)[:1]
 
 
 class ScoreMemory:
@@ -285,8 +297,65 @@ class MostUncertain(_Scored, Ranking):
         return sorted(kept, key=lambda p: (-round(self.score_of(p), 4), p.trajectory, p.node))
 
 
+class RandomNodes(Ranking):
+    """Tree-GRPO's (Ji et al. 2025, arXiv 2509.21240): L rounds, each of which draws N of the tree's states, the initial
+    one among them, uniformly and with replacement, and rolls ``forks`` trajectories from each."""
+
+    NAME: ClassVar[str] = "random_nodes"
+    OFFERS_INITIAL: ClassVar[bool] = True
+    FORKS_AGAIN: ClassVar[bool] = True
+    nodes: Annotated[int, Field(ge=1)] = 2
+    """N: states that a round expands."""
+    expansions: Annotated[int, Field(ge=1)] = 1
+    """L: rounds."""
+
+    @property
+    def rounds(self) -> int:
+        return self.expansions
+
+    def ranked(self, points: Sequence[DecisionPoint]) -> list[DecisionPoint]:
+        return sorted(points, key=lambda p: (p.trajectory, p.node))
+
+    def picked(self, points: Sequence[DecisionPoint], draw: Callable[[int], float]) -> list[DecisionPoint]:
+        places = self.ranked(points)
+        return [places[int(draw(i) * len(places))] for i in range(self.nodes)] if places else []
+
+
+class EntropyRise(Choosing):
+    """ARPO's (Dong et al. 2025, arXiv 2507.19849): branch after an observation with a probability that grows with the
+    entropy's rise over the initial state's, share + weight (H_t - H_0)."""
+
+    NAME: ClassVar[str] = "entropy_rise"
+    share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a branch where the entropy is the initial state's."""
+    weight: Annotated[float, Field(ge=0)] = 0.335
+    """What a nat more adds to it."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return point.chance < self.share + self.weight * (point.entropy - point.initial_entropy)
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return entropy_of_state
+
+
 SELECTORS: dict[str, type[Selector]] = {
-    cls.NAME: cls for cls in (MostUncertain, Threshold, Quantile, TopK, FixedInterval, AtRandom, Every, NoBranching)
+    cls.NAME: cls
+    for cls in (
+        MostUncertain,
+        Threshold,
+        Quantile,
+        TopK,
+        FixedInterval,
+        AtRandom,
+        Every,
+        RandomNodes,
+        EntropyRise,
+        NoBranching,
+    )
 }
 """Built-in selectors by name."""
 _OWN = Registry("selector", __name__, "", derived_from(Selector))
