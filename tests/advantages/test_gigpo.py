@@ -242,3 +242,13 @@ def test_the_deviation_can_turn_the_gradient_around_at_a_state():
     assert found[""] * true[""] < 0
     found, true = expected_gradient(process, plain(3), GiGPO(**NAMED))
     assert found[""] == pytest.approx(4 * true[""])
+
+
+def test_on_trees_the_initial_state_may_learn_nothing_or_the_wrong_thing():
+    """A backbone's first action is compared with its own forks alone; which of them are forked hangs on outcomes."""
+    tiny = {"budget": {"limit": 4}, "env": {"max_turns": 3, "max_action_tokens": 1}}
+    found, true = expected_gradient(Process.drawn(1, 2, False), build(tiny, "paper"), GiGPO())
+    assert abs(found[""]) < 1e-12 < 1e-2 < abs(true[""])
+    guided = build(tiny | {"branch": {"root_samples": 2, "top_k": 1, "entropy_tokens": "first"}}, "guided")
+    found, true = expected_gradient(Process.drawn(2, 2, False), guided, GiGPO(**NAMED))
+    assert found[""] * true[""] < 0

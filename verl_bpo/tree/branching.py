@@ -19,7 +19,8 @@ class Branching(Options):
     selector: Selector = NoBranching()
     """Where to branch: ``threshold``, ``quantile``, ``entropy_rise``, ``fixed_interval``, ``random``, ``every`` decide while a
     trajectory runs; ``most_uncertain`` ranks the decision points of the finished backbone, ``top_k`` those of all finished
-    trajectories, ``random_nodes`` draws among them; ``none`` gives plain trajectories; ``file.py:Class`` is one of your own."""
+    trajectories, ``random_nodes`` draws among them; ``none`` gives plain trajectories; ``file.py:Class`` is one of your
+    own."""
     forks: Positive = 2
     """K: alternative actions sampled at a branch point, beside the trajectory that runs through it."""
     root_samples: Positive = 1
