@@ -71,12 +71,20 @@ class EnvConfig(Options):
     workers: Positive = 2
     """Worlds open at once in one rollout worker; further trees wait."""
     step_timeout: Seconds = 60.0
-    """Seconds an action may take."""
+    """Seconds an action may take; a snapshot; the forks of one; giving a tree back."""
     reset_timeout: Seconds = 300.0
-    """Seconds opening a task may take."""
+    """Seconds opening a task may take; starting a process; playing all of a branch's actions again."""
+    place_timeout: Seconds = 3600.0
+    """Seconds a tree waits for a place among ``workers`` while none comes free. Then it is lost."""
     snapshot_mb: Positive = 4096
     """MiB that one tree's snapshots may take, as far as their size is known. Above it those used least recently are
     forgotten, and played again if a fork needs them."""
+    memory_mb: Positive | None = None
+    """MiB that a worker's process, and each that it starts, may allocate. What needs more loses its branch. None: any."""
+    growth_mb: Positive = 512
+    """MiB that a worker may grow by, with what it started, from its first tree on. Then it is renewed between two trees."""
+    worker_trees: Positive | None = None
+    """Trees after which a worker is renewed. None: any number."""
     execution: str = "local"
     """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
     ``container``, on Podman or Docker, or in an own kind of shell, ``file.py:Class``, whose options ``kwargs.shell`` holds."""

@@ -33,7 +33,11 @@ class Pools:
                 step_timeout=spec.step_timeout,
                 reset_timeout=spec.reset_timeout,
                 isolation=spec.isolation,
+                place_timeout=spec.place_timeout,
                 snapshot_bytes=spec.snapshot_mb << 20,
+                memory_bytes=memory_bytes(spec),
+                growth_bytes=spec.growth_mb << 20,
+                worker_trees=spec.worker_trees,
                 make_worker=self._make_worker,
             )
         return self._pools[env]
@@ -42,6 +46,11 @@ class Pools:
         """End all their processes."""
         for pool in self._pools.values():
             pool.close()
+
+
+def memory_bytes(spec: EnvConfig) -> int | None:
+    """What a worker's process may allocate."""
+    return None if spec.memory_mb is None else spec.memory_mb << 20
 
 
 def environment_kwargs(env: str, spec: EnvConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from verl_bpo.generation.pools import Pools
+from verl_bpo.generation.pools import Pools, memory_bytes
 from verl_bpo.sandbox.answers import failure, read_answer
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
 from verl_bpo.sandbox.loading import EnvironmentUnavailable
@@ -40,11 +40,11 @@ class SandboxActor:
         self._workers: dict[int, ProcessWorker] = {}
         self._numbers = itertools.count()
 
-    def start(self) -> int | str:
+    def start(self, memory_bytes: int | None) -> int | str:
         """The number of a new process, or why there is none."""
         number = next(self._numbers)
         try:
-            self._workers[number] = ProcessWorker()
+            self._workers[number] = ProcessWorker(memory_bytes)
         except OSError as error:  # of processes, files, memory: this one's place is lost, not what lives here
             return str(error)
         return number
@@ -77,8 +77,8 @@ class RayWorkers:
     this object, or when the process that made them dies. One that dies is replaced when its place is needed.
     """
 
-    def __init__(self, placement: PlacementConfig) -> None:
-        self.placement = placement
+    def __init__(self, placement: PlacementConfig, memory_bytes: int | None = None) -> None:
+        self.placement, self._memory_bytes = placement, memory_bytes
         self._lock = threading.Lock()
         self._actors: list[_Actor] = []
         self._lost = 0
@@ -92,7 +92,7 @@ class RayWorkers:
         """
         actor = self._with_room()
         try:
-            number = ray.get(actor.handle.start.remote(), timeout=self.placement.start_timeout)
+            number = ray.get(actor.handle.start.remote(self._memory_bytes), timeout=self.placement.start_timeout)
         except GetTimeoutError as error:
             self._drop(actor, error if actor.placed else None)
             if actor.placed:
@@ -158,7 +158,7 @@ class PlacedPools(Pools):
     """Pools whose worlds live where ``spec.placement`` says."""
 
     def __init__(self, spec: EnvConfig) -> None:
-        self._ray = RayWorkers(spec.placement) if spec.placement.where == "ray" else None
+        self._ray = RayWorkers(spec.placement, memory_bytes(spec)) if spec.placement.where == "ray" else None
         super().__init__(spec, make_worker=self._ray)
 
     def close(self) -> None:

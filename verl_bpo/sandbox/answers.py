@@ -219,6 +219,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
+def _is_census(value: Any) -> bool:
+    return _is_count(value["memory"]) and all(isinstance(name, str) for name in value["left"])
+
+
 def _is_observation(value: Any) -> bool:
     return isinstance(value, Observation)
 
@@ -237,6 +241,6 @@ _IS_ANSWER: dict[str, Callable[[Any], bool]] = {
     "digest": lambda value: value is None or _are_texts(value),
     "drop": _is_nothing,
     "close": _is_nothing,
-    "clear": _is_nothing,
+    "clear": lambda value: value is None or _is_census(value),
 }
 """What an operation is answered with. A process that answers anything else isn't believed."""

@@ -279,6 +279,8 @@ class Backend(ABC):
     isn't, the worker's process is ended, and its other branches are rebuilt."""
     deadline: Deadline = NEVER
     """By when the present operation must have answered."""
+    processes: frozenset[int] = frozenset()
+    """Numbers of processes that it keeps from tree to tree."""
     volatile: Mapping[str, str]
     """What the environment declares as such."""
 

@@ -25,6 +25,8 @@ def from_exception(error: BaseException) -> tuple[str, str]:
         if base in _NAMED.values():
             return base.__name__, _printable(str(error))
     line = _printable(traceback.format_exception_only(type(error), error)[-1].strip())
+    if isinstance(error, MemoryError):
+        line += ": its process has no more memory (bpo.env.memory_mb)"
     frames = traceback.extract_tb(error.__traceback__)
     return "SandboxError", f"{line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else line
 

@@ -74,6 +74,7 @@ class ForkBackend(Backend):
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that the whole family can be killed at once
             )
+        self.processes = frozenset({self._process.pid})
         self._first = _Process(self, Line(ours), self._process.pid)
         try:
             self.volatile = self._first.receive("open")

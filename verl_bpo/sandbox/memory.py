@@ -226,6 +226,8 @@ class _Shared:
                     saved.load()  # not everything that can be pickled comes back
                 self.pickles = True
                 return saved
+            except MemoryError:  # of this state
+                raise
             except Exception:  # whatever an object's own pickling raises
                 self.pickles = False
         return self._deepcopy(self.environment)
@@ -249,6 +251,8 @@ class _Shared:
     def _deepcopy(environment: Environment) -> Environment:
         try:
             return copy.deepcopy(environment)
+        except MemoryError:
+            raise
         except Exception as error:
             raise SnapshotUnsupported(
                 f"{type(environment).__name__} has no save_state and can't be deep-copied: {_what_fails(environment)}"

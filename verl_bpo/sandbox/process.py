@@ -18,17 +18,26 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Container
 from typing import Any
 
 from verl_bpo.sandbox.answers import LARGEST, failure, read_answer, success
 from verl_bpo.sandbox.base import SandboxCrashed, SandboxError, SandboxTimeout
-from verl_bpo.sandbox.family import end_marked, guarded
+from verl_bpo.sandbox.family import descendants, end_marked, guarded
 from verl_bpo.sandbox.line import Deadline, Line, TooLong, speaks
+from verl_bpo.sandbox.loading import BACKENDS
 from verl_bpo.sandbox.scratch import Scratch
 from verl_bpo.sandbox.worker import LocalWorker
 
 _END_SECONDS = 10.0
 """Within which a killed process has to be gone."""
+_SETTLES = 0.5
+"""Seconds that processes may take to end after their tree."""
+_TRACKER = "multiprocessing.resource_tracker"
+"""Python's own, one for each process that uses multiprocessing."""
+_GRACE = 5.0
+"""Seconds beside a call's own where the backend keeps deadlines, so that it comes first and loses one branch alone."""
 _GOES_ON, _IS_DONE = b".", b"!"
 _HEAD = struct.Struct("!cI")
 """Before an answer: whether the process takes another call, and the number of the call that it answers."""
@@ -51,7 +60,7 @@ class ProcessWorker:
         lifeline, lifeline_end = os.pipe()
         self._lifeline = os.fdopen(lifeline_end, "wb", buffering=0)  # closed by this process's end, however that comes
         self._scratch = Scratch("world")
-        self._calls = 0
+        self._calls, self._grace = 0, 0.0
         self._stopped, self._stopping = False, threading.Lock()
         with theirs, os.fdopen(lifeline, "rb", buffering=0):
             specification = [sys.path, theirs.fileno(), lifeline, str(self._scratch.path), memory_bytes]
@@ -75,7 +84,9 @@ class ProcessWorker:
 
     def ask(self, operation: str, *args: Any, timeout: float) -> bytes:
         """The worker's answer as it came, for :func:`read_answer`. Raises what concerns the process alone."""
-        deadline = Deadline(timeout)
+        if operation == "open":
+            self._grace = _GRACE if BACKENDS.load(args[2]).keeps_deadlines else 0.0
+        deadline = Deadline(timeout + self._grace)
         try:
             self._calls += 1
             self._line.send(pickle.dumps((self._calls, operation, args, timeout)), deadline)
@@ -168,8 +179,38 @@ def serve(connection: int, lifeline: int, scratch: str, memory_bytes: int | None
 def _answer(worker: LocalWorker, operation: str, args: tuple, timeout: float) -> tuple[bytes, bool]:
     """The answer, encoded, and whether the process is fit for another call."""
     try:
-        return success(worker.perform(operation, args, timeout)), True
+        return success(_perform(worker, operation, args, timeout)), True
     except MemoryError as error:
-        return failure(SandboxError(f"{operation}: {error or 'MemoryError'}: out of memory (bpo.env.memory_mb)")), False
+        return failure(error), False
     except (Exception, SystemExit) as error:
         return failure(error), True
+
+
+def _perform(worker: LocalWorker, operation: str, args: tuple, timeout: float) -> Any:
+    answer = worker.perform(operation, args, timeout)
+    return _census(worker.kept_processes) if operation == "clear" else answer
+
+
+def _census(kept: Container[int]) -> dict[str, Any]:
+    """What is there between two trees: bytes of memory, and the names of processes that the last one left."""
+    deadline, guard = time.monotonic() + _SETTLES, os.getppid()
+    while True:
+        others = [pid for pid in descendants(guard) if pid != os.getpid()]
+        left = [name for pid in others if pid not in kept and (name := _command(pid)) and _TRACKER not in name]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)  # what was closed may take a moment to end
+    return {"memory": sum(map(_resident, (os.getpid(), *others))), "left": [name[:100] for name in left]}
+
+
+def _command(pid: int) -> str:
+    """A process's command line; empty when it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    return ""
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0

@@ -10,6 +10,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from verl_bpo.sandbox.family import end_marked
+
 _PREFIX = "verl-bpo-"
 _reclaimed: set[str] = set()
 
@@ -42,13 +44,14 @@ class Scratch:
 
 
 def reclaim(parent: Path) -> list[Path]:
-    """Remove the scratch folders in ``parent`` whose owner died; which they were."""
+    """Remove the scratch folders in ``parent`` whose owner died, and end what still runs in them; which they were."""
     removed = []
     for lock in parent.glob(f"{_PREFIX}*/lock"):
         with contextlib.suppress(OSError):
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                end_marked(f"TMPDIR={lock.parent / 'files'}")
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 removed.append(lock.parent)
             finally:

@@ -60,6 +60,11 @@ class LocalWorker:
             self._backend.deadline = Deadline(timeout)
         return getattr(self, operation)(*args)
 
+    @property
+    def kept_processes(self) -> frozenset[int]:
+        """Numbers of the processes that are no tree's."""
+        return self._backend.processes
+
     # --- operations -------------------------------------------------------------------------------------------------
 
     def open(self, env: str, env_kwargs: dict[str, Any], backend: str) -> dict[str, str]:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl_bpo.sandbox.base import Observation, Row, Sandbox, SandboxCrashed, SandboxError, Snapshot
+from verl_bpo.sandbox.base import Observation, Row, Sandbox, SandboxCrashed, SandboxError, SandboxTimeout, Snapshot
 from verl_bpo.sandbox.errors import to_exception
 from verl_bpo.sandbox.history import History
+from verl_bpo.sandbox.line import Deadline
 from verl_bpo.sandbox.turns import Action
 from verl_bpo.sandbox.worker import Worker
 
 if TYPE_CHECKING:
     from verl_bpo.sandbox.pool import SandboxPool
+
+logger = logging.getLogger(__name__)
+
+_MOST_HUNG = 3
+"""Calls in a row that may hang before a world is given up."""
+_MOST_LATE = 2
+"""Forks of one request that may hang before those that weren't tried count as lost, too."""
 
 
 class World:
@@ -43,6 +52,8 @@ class World:
         """Steps that were executed again to get back to a state: by forks, where the backend replays, or by a rebuild."""
         self.evictions = 0
         """Snapshots that were forgotten to stay within the pool's ``snapshot_bytes``."""
+        self._hung = 0
+        """Calls in a row that had no answer in time, with no step answered in between."""
         self._kept: OrderedDict[_WorldSnapshot, int] = OrderedDict()
         """Snapshots that the worker holds and their bytes, the one used last at the end."""
 
@@ -78,16 +89,35 @@ class World:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _turn(self, task: str | None, turn: int) -> Iterator[None]:
+        """Hold the lock for one branch's call; its errors say where they happened."""
+        with self._lock:
+            try:
+                yield
+            except SandboxError as error:
+                where = "" if task is None else f"{self._pool.env}, task {task}, turn {turn}: "
+                error.args = (f"{where}{error}",)
+                if isinstance(error, SandboxTimeout):  # said at once: the next ones may cost as long
+                    logger.warning("%s (%d hung in a row in this world)", error, self._hung)
+                raise
+
     # What follows is called with the lock held.
 
     def _ready(self) -> None:
-        """Make sure of a living worker that holds nothing needless; a new generation if the last one is found dead."""
+        """Make sure of a living worker that holds nothing needless; a new generation if the last one is found dead.
+
+        Raises:
+            SandboxTimeout: this world hangs again and again. Each try would cost its whole deadline.
+        """
         if self._closed:
             raise SandboxError("this world is closed")
+        if self._hung >= _MOST_HUNG:
+            raise SandboxTimeout(f"{self._hung} calls in a row hung in this world: it is given up")
         if self._worker is not None and self._garbage:
             garbage = [self._garbage.popleft() for _ in range(len(self._garbage))]
             with contextlib.suppress(SandboxError):  # whoever calls now has no part in it
-                self._worker.call("drop", garbage, timeout=self._pool.step_timeout)
+                self._call("drop", garbage, timeout=self._pool.step_timeout)
         if self._worker is not None and not self._worker.alive():
             self._lose_worker()
         if self._worker is None:
@@ -116,26 +146,33 @@ class World:
             raise SandboxCrashed("the environment's process died before")
         try:
             return self._worker.call(operation, *args, timeout=timeout)
+        except SandboxTimeout:
+            self._hung += 1
+            raise
         finally:
             if not self._worker.alive():
                 self._lose_worker()
 
-    def _reset(self, key: int, task: str, seed: int, row: Row | None) -> Observation:
-        return self._call("reset", key, task, seed, row, timeout=self._pool.reset_timeout)
-
-    def _step(self, key: int, action: Action) -> Observation:
-        return self._call("step", key, action, timeout=self._pool.step_timeout)
-
     def _rebuild(self, history: History) -> int:
-        """A branch in the state that ``history`` leads to, in the present generation."""
-        key = next(self._ids)
+        """A branch in the state that ``history`` leads to, in the present generation. All of it within ``reset_timeout``."""
+        key, pool = next(self._ids), self._pool
+        deadline = Deadline(pool.reset_timeout)
+
+        def reset(*opening: Any) -> Observation:
+            return self._call("reset", key, *opening, timeout=deadline.left())
 
         def step(action: Action) -> Observation:
             self.replayed_steps += 1
-            return self._step(key, action)
+            return self._call("step", key, action, timeout=min(pool.step_timeout, deadline.left()))
 
         try:
-            history.replay(lambda *opening: self._reset(key, *opening), step)
+            history.replay(reset, step)
+        except TimeoutError:
+            self._hung += 1
+            self._garbage.append(key)
+            raise SandboxTimeout(
+                f"playing {len(history.actions)} steps again took longer than {pool.reset_timeout:g} s"
+            ) from None
         except BaseException:
             self._garbage.append(key)
             raise
@@ -155,38 +192,39 @@ class _WorldSandbox(Sandbox):
 
     def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         world = self._world
-        with world._lock:
+        with world._turn(task, 0):
             self._check_open()
             self._forget("its reset failed")
             world._ready()
             key = next(world._ids)
-            observation = world._reset(key, task, seed, row)
+            observation = world._call("reset", key, task, seed, row, timeout=world._pool.reset_timeout)
             self._key, self._generation = key, world.generation
             self._history = History.start(task, seed, observation, world._pool.volatile, row)
             return observation
 
     def step(self, action: Action) -> Observation:
         world = self._world
-        with world._lock:
+        with world._turn(self._task, self._turns + 1):
             self._wake()
             self.env_steps += 1
             try:
-                observation = world._step(self._key, action)
+                observation = world._call("step", self._key, action, timeout=world._pool.step_timeout)
             except SandboxError as error:
                 self._forget(f"its last step failed ({error})")
                 raise
+            world._hung = 0
             self._history = self._history.then(action, observation)
             return observation
 
     def digest(self) -> dict[str, str] | None:
         world = self._world
-        with world._lock:
+        with world._turn(self._task, self._turns):
             self._wake()
             return world._call("digest", self._key, timeout=world._pool.step_timeout)
 
     def snapshot(self) -> Snapshot:
         world = self._world
-        with world._lock:
+        with world._turn(self._task, self._turns):
             self._wake()
             key = next(world._ids)
             nbytes = world._call("snapshot", self._key, key, timeout=world._pool.step_timeout)
@@ -196,6 +234,14 @@ class _WorldSandbox(Sandbox):
         if not self._closed:
             self._closed = True
             self._forget("it is closed")
+
+    @property
+    def _task(self) -> str | None:
+        return None if self._history is None else self._history.task
+
+    @property
+    def _turns(self) -> int:
+        return 0 if self._history is None else len(self._history.actions)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -230,28 +276,42 @@ class _WorldSnapshot(Snapshot):
         world._keep(self)
 
     def fork(self, count: int = 1) -> list[Sandbox | Exception]:
-        world, pool = self._world, self._world._pool
+        world = self._world
         with world._lock:
             if self._released:
                 raise SandboxError("this snapshot is released")
-            try:
+            together = count > 1 and not world._pool.backend.replays
+            forks = self._fork(count) if together else []
+            if not forks or all(isinstance(fork, SandboxTimeout) for fork in forks):  # then perhaps one of them hung
+                forks, late = [], 0
+                while len(forks) < count and late < _MOST_LATE:
+                    forks += self._fork(1)
+                    late += isinstance(forks[-1], SandboxTimeout)
+                forks += [forks[-1]] * (count - len(forks))
+            return forks
+
+    def _fork(self, count: int) -> list[Sandbox | Exception]:
+        """``count`` forks by one call, within one deadline."""
+        world, pool = self._world, self._world._pool
+        try:
+            with world._turn(self._history.task, len(self._history.actions)):
                 rebuilt = self._wake()
                 keys = [next(world._ids) for _ in range(count)]
-                each = pool.step_timeout
-                if pool.backend.replays:
-                    each = pool.reset_timeout + len(self._history.actions) * pool.step_timeout
-                answers, replayed = world._call("fork", self._key, keys, timeout=count * each)
-            except SandboxError as error:
-                return [error] * count
-            world.replayed_steps += replayed
-            forks: list[Sandbox | Exception] = []
-            for key, answer in zip(keys, answers):
-                if isinstance(answer, int):
-                    forks.append(fork := _WorldSandbox(world, key, self._history))
-                    fork.replayed_steps, rebuilt = answer + rebuilt, 0  # the first fork is the one that asked for it
-                else:
-                    forks.append(to_exception(*answer))
-            return forks
+                timeout = pool.reset_timeout if pool.backend.replays else pool.step_timeout
+                answers, replayed = world._call("fork", self._key, keys, timeout=timeout)
+                if len(answers) != count:
+                    raise SandboxError(f"{count} forks were asked for and {len(answers)} came")
+        except SandboxError as error:
+            return [error] * count
+        world.replayed_steps += replayed
+        forks: list[Sandbox | Exception] = []
+        for key, answer in zip(keys, answers):
+            if isinstance(answer, int):
+                forks.append(fork := _WorldSandbox(world, key, self._history))
+                fork.replayed_steps, rebuilt = answer + rebuilt, 0  # the first fork is the one that asked for it
+            else:
+                forks.append(to_exception(*answer))
+        return forks
 
     def release(self) -> None:
         if not self._released:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import shlex
 import shutil
 import subprocess
@@ -34,6 +35,10 @@ INSTALL = "apt-get install podman runc, or Docker's engine"
 ENGINES = ("podman", "docker")
 _OWNER = "verl-bpo-owner"
 _ENGINE_SECONDS = 300.0
+"""That an engine may take for one thing."""
+_PULL_SECONDS = 3600.0
+_END_SECONDS = 10.0
+"""That a container's client may take to end when the container has."""
 _MOST_WAITING = 8
 """Containers of one shell that wait; the state that has waited longest becomes an image then."""
 # Docker carries output and errors apart, so that their order is lost unless they are one from the start. Kills what the
@@ -104,7 +109,7 @@ def find_engine(engine: str | None = None) -> tuple[str, ...]:
 
 def has_image(engine: Sequence[str], image: str) -> bool:
     """Whether the image is on this machine."""
-    return subprocess.run([*engine, "image", "inspect", image], capture_output=True).returncode == 0
+    return _run([*engine, "image", "inspect", image]).returncode == 0
 
 
 def pull_image(engine: Sequence[str], image: str) -> None:
@@ -113,7 +118,7 @@ def pull_image(engine: Sequence[str], image: str) -> None:
     Raises:
         SandboxError: it can't be had; says why.
     """
-    done = subprocess.run([*engine, "pull", "--quiet", image], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = _run([*engine, "pull", "--quiet", image], _PULL_SECONDS)
     if done.returncode != 0:
         raise SandboxError(f"{Path(engine[0]).name} can't pull {image}: {_said(done.stderr)}")
 
@@ -365,8 +370,14 @@ class ContainerShell(Shell):
         line += ["--workdir", "/", state.image, "-c", _FIRST_PROCESS, self.cwd]
         process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         container = _Container(self._engine, name, process, state)
-        if process.stdout.readline() != b"ready\n":
-            problem = _said(process.communicate()[1].decode(errors="replace"))
+        try:
+            ready = select.select([process.stdout], [], [], _ENGINE_SECONDS)[0] and os.read(process.stdout.fileno(), 64)
+            problem = b"" if ready == b"ready\n" else process.communicate(timeout=_END_SECONDS)[1]
+        except subprocess.TimeoutExpired:
+            ready, problem = b"", f"nothing was heard in {_ENGINE_SECONDS:g} s".encode()
+            container.remove()
+        if ready != b"ready\n":
+            problem = _said(problem.decode(errors="replace"))
             advice = next(
                 (f" ({advice})" for words, advice in _ADVICE.items() if words in problem.replace("-", " ")), ""
             )
@@ -384,7 +395,7 @@ class ContainerShell(Shell):
         if not killed and not (done.returncode != 0 and done.stdout.startswith(b"Error")):
             return True
         asked = [*self._engine, "container", "inspect", "--format", "{{.State.Running}}", container.name]
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() == "true"
+        return _run(asked).stdout.strip() == "true"
 
     def _changes(self, container: _Container) -> set[str]:
         return set(self._ask("diff", container.name).splitlines())
@@ -397,15 +408,28 @@ class ContainerShell(Shell):
             container.remove()
 
     def _ask(self, *arguments: str) -> str:
-        try:
-            done = subprocess.run(
-                [*self._engine, *arguments], capture_output=True, text=True, errors="replace", timeout=_ENGINE_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(f"{Path(self._engine[0]).name} {arguments[0]}: {error}") from error
+        done = _run([*self._engine, *arguments])
         if done.returncode != 0:
             raise SandboxError(f"{Path(self._engine[0]).name} {arguments[0]} failed: {_said(done.stderr)}")
         return done.stdout
+
+
+def _run(line: Sequence[str], seconds: float | None = None) -> subprocess.CompletedProcess:
+    """
+    Raises:
+        SandboxError: it can't be run, or took too long.
+    """
+    try:
+        return subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds or _ENGINE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"{Path(line[0]).name} {' '.join(line[1:2])}: {error}") from error
 
 
 def _keeps_disk_limit(engine: tuple[str, ...], image: str, shell: str, cwd: str, run_options: str) -> bool:
@@ -430,7 +454,9 @@ def _probe(config: ContainerConfig) -> tuple[bool, str]:
     image = f"localhost/verl-bpo-probe-{uuid.uuid4().hex[:12]}"
     try:
         engine = find_engine(config.engine)
-        made = subprocess.run([*engine, "import", "-", image], input=_empty_tar(), capture_output=True)
+        made = subprocess.run(
+            [*engine, "import", "-", image], input=_empty_tar(), capture_output=True, timeout=_ENGINE_SECONDS
+        )
         if made.returncode != 0:
             raise SandboxError(f"{engine[0]} import failed: {_said(made.stderr.decode(errors='replace'))}")
         host = " ".join(
@@ -457,7 +483,7 @@ def _probe(config: ContainerConfig) -> tuple[bool, str]:
         with contextlib.suppress(SandboxError):
             _quietly([*find_engine(config.engine), "rmi", "--force", image])
     asked = [*engine, "version", "--format", "{{.Server.Version}}"]  # docker's client may be of another version
-    version = f"{Path(engine[0]).name} {subprocess.run(asked, capture_output=True, text=True).stdout.strip()}"
+    version = f"{Path(engine[0]).name} {_run(asked).stdout.strip()}"
     limited = "limited" if facts["disk"] == "container" else "not limited by its storage: needs allow_unsafe=true"
     return True, f"{version}; processes, memory: limited; disk: {limited}"
 
@@ -477,10 +503,10 @@ def reclaim(engine: Sequence[str]) -> list[str]:
     """Remove containers and images whose owner is gone; which they were."""
     gone = []
     for listing, remove in ((["ps", "-aq"], ["rm", "--force"]), (["images", "-q"], ["rmi", "--force"])):
-        listed = subprocess.run([*engine, *listing, "--filter", f"label={_OWNER}"], capture_output=True, text=True)
+        listed = _run([*engine, *listing, "--filter", f"label={_OWNER}"])
         for name in dict.fromkeys(listed.stdout.split()):
             shown = f'{{{{index .Config.Labels "{_OWNER}"}}}}'
-            owner = subprocess.run([*engine, "inspect", "--format", shown, name], capture_output=True, text=True)
+            owner = _run([*engine, "inspect", "--format", shown, name])
             pid, _, started = owner.stdout.strip().partition("-")
             if started and _started(pid) != started:
                 _quietly([*engine, *remove, name])
@@ -505,7 +531,10 @@ def _remove(engine: Sequence[str], name: str, process: subprocess.Popen) -> None
     for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             stream.close()
-    process.wait()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _said(text: str) -> str:

@@ -40,6 +40,8 @@ from verl_bpo.shells.keeper.server import main
 main(int(sys.argv[2]), sys.argv[3])"""
 _GRACE = 30.0
 """Seconds beside a command's own after which a keeper counts as dead."""
+_END_SECONDS = 5.0
+"""Seconds that it may take to end by itself."""
 
 
 class Files:
@@ -284,11 +286,11 @@ class _KeeperLine:
     def close(self) -> None:
         self._socket.close()  # it ends by itself: first what it runs, then its control group
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)
+                self._process.wait(timeout=_END_SECONDS)
 
 
 def _close(keeper: _KeeperLine, scratch: Scratch) -> None:
