@@ -7,7 +7,7 @@ Ji et al.: Tree Search for LLM Agent Reinforcement Learning (2025), arXiv 2509.2
 and every turn on its path is trained with it: a turn that several leaves share once for each. That is the sum of their
 advantages, whatever share of it ARPO (Dong et al.: Agentic Reinforced Policy Optimization (2025), arXiv 2507.19849)
 attributes to each of them: its "hard" attribution, the mean for each, and its "soft" one, each with its own, differ by
-clipping alone.
+clipping alone where the loss is a mean over tokens.
 """
 
 from __future__ import annotations
