@@ -25,7 +25,7 @@ from verl_bpo.sandbox import SandboxPool
 from verl_bpo.tree.branching import Branching
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.prompting import Conversation
+from verl_bpo.tree.prompting import Answer, Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.selectors import Threshold
 
@@ -73,11 +73,9 @@ class Prompter:
     def observe(self, conversation, action_ids, observation, action):
         return Conversation([*conversation.ids[2:], *action_ids, WORDS.index(observation.text)])
 
-    def decode(self, action_ids):
-        return WORDS[action_ids[0]]
-
-    def parse(self, text, admissible):
-        return text, True
+    def read(self, conversation, action_ids, admissible):
+        guess = WORDS[action_ids[0]]
+        return Answer(text=guess, action=guess, valid=True)
 
 
 async def roll(policy, args, branch, games, pool, executor):

@@ -21,7 +21,7 @@ from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot
 from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.prompting import Conversation
+from verl_bpo.tree.prompting import Answer, Conversation
 from verl_bpo.tree.rollout import Generation
 
 FAMILIES = {
@@ -88,13 +88,10 @@ class LabPrompter:
     def observe(self, conversation, action_ids, observation, action=None):
         return Conversation([*conversation.ids, int(observation.text)], [1])
 
-    def decode(self, ids):
-        return str(ids[0])
+    def read(self, conversation, action_ids, admissible):
+        return Answer(str(action_ids[0]), str(action_ids[0]), True)
 
-    def parse(self, text, admissible):
-        return text, True
-
-    def forced_tokens(self, action_ids, admissible):
+    def forced_tokens(self, action_ids, admissible, tools):
         return 0
 
 

@@ -17,7 +17,7 @@ from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.sandbox.base import Observation, Sandbox, Snapshot
 from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.prompting import Conversation
+from verl_bpo.tree.prompting import Answer, Conversation
 from verl_bpo.tree.rollout import Generation
 from verl_bpo.tree.topology import Tree
 
@@ -116,13 +116,11 @@ class _Prompter:
     def observe(self, conversation, action_ids, observation, action=None) -> Conversation:
         return Conversation([*conversation.ids, *action_ids])
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
+    def read(self, conversation, action_ids: list[int], admissible) -> Answer:
+        text = "".join(map(chr, action_ids))
+        return Answer(text, text, True)
 
-    def parse(self, text: str, admissible) -> tuple[str, bool]:
-        return text, True
-
-    def forced_tokens(self, action_ids, admissible) -> int:
+    def forced_tokens(self, action_ids, admissible, tools) -> int:
         return 0
 
 

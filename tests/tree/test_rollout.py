@@ -27,7 +27,7 @@ from verl_bpo.tree.budget import Budget
 from verl_bpo.tree.draws import drawn
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import tree_metrics
-from verl_bpo.tree.prompting import Conversation
+from verl_bpo.tree.prompting import Answer, Conversation
 from verl_bpo.tree.rollout import Generation, TreeRollout
 from verl_bpo.tree.rows import tree_rows
 from verl_bpo.tree.topology import Tree
@@ -99,16 +99,13 @@ class FakePrompter:
     def observe(self, conversation, action_ids, observation, action=None):
         return Conversation([*conversation.ids, *action_ids, 1], [1])
 
-    def decode(self, ids):
-        return "".join(map(chr, ids))
+    def read(self, conversation, action_ids, admissible):
+        text = "".join(map(chr, action_ids))
+        if text == "?":
+            return Answer(text, None, False, Observation("no action", actions=admissible))
+        return Answer(text, text, text in "abw")
 
-    def parse(self, text, admissible):
-        return (None, False) if text == "?" else (text, text in "abw")
-
-    def no_action(self, text, admissible):
-        return Observation("no action", actions=admissible)
-
-    def forced_tokens(self, action_ids, admissible):
+    def forced_tokens(self, action_ids, admissible, tools):
         return int(action_ids[0] == ord(">"))
 
 

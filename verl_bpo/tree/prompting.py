@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from jinja2 import TemplateError
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from verl_bpo.options import Options
+from verl_bpo.options import ConfigError, Options
 from verl_bpo.sandbox.base import Observation
+from verl_bpo.sandbox.turns import Action
 
 _PLACEHOLDER = re.compile(r"<[^<>]+>")
 # Stands for an assistant message while the template's text around it is looked up. Any template keeps a plain word.
-_ACTION_MARK = "verlBpoActionGoesHere"
+ACTION_MARK = "verlBpoActionGoesHere"
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _FORM = "<think>your reasoning</think><action>the action</action>"
@@ -33,14 +34,19 @@ DEFAULT_SYSTEM = {
         "You act in a text world, one action per turn. First reason about what to do, then give the action, in exactly "
         f"this form: {_FORM}"
     ),
+    "tools": "",
 }
 
 
 class PromptConfig(Options):
     """How the policy sees the world and how its answers are read."""
 
-    template: Literal["bare", "think_action"] = "think_action"
-    """``bare``: the assistant's message is the action itself. ``think_action``: reasoning, then the action, in tags."""
+    template: Literal["bare", "think_action", "tools"] = "think_action"
+    """``bare``: the assistant's message is the action itself. ``think_action``: reasoning, then the action, in tags.
+    ``tools``: the model calls tools in its own form; an answer without a call is a text action."""
+    tool_parser: str = "auto"
+    """``tools``: how calls are read, by the name of one of verl's parsers (``hermes``, ``qwen3_coder``, ``gpt-oss``, ...).
+    ``auto`` takes the one that reads what the chat template writes, and is refused where there isn't just one."""
     system: str | None = None
     """System message. None takes the default of ``template``; an empty text sends none."""
     list_actions: bool = False
@@ -53,6 +59,12 @@ class PromptConfig(Options):
     """``full``: the whole conversation, append-only. ``window``: a new, bounded prompt for each turn."""
     window_turns: Annotated[int, Field(ge=0)] = 4
     """``window``: how many of the latest actions stay in the prompt, each with the observation that it led to."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PromptConfig:
+        if self.template == "tools" and self.context == "window":
+            raise ConfigError("bpo.prompt.template=tools keeps the whole conversation: set bpo.prompt.context=full")
+        return self
 
     @property
     def system_text(self) -> str:
@@ -74,6 +86,20 @@ class Conversation:
     """The latest (observation text, action) pairs, at most ``window_turns`` of them (``window`` context only)."""
     observation_text: str = ""
     """Text of the latest observation (``window`` context only)."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of the task's tools (template ``tools`` only)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said, as the world may take it."""
+
+    text: str
+    action: Action | None
+    """None: it holds none, so nothing may be executed."""
+    valid: bool
+    told: Observation | None = None
+    """What follows in place of the world's own answer where there is no action: a turn passes, and nothing is done."""
 
 
 class Prompter:
@@ -109,7 +135,7 @@ class Prompter:
             re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
         )
         try:
-            glue = self._glue_ids("observation")
+            glue = self._glue_ids([{"role": "user", "content": "observation"}])
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses this prompt style: {error}; try bpo.prompt.system=''"
@@ -158,7 +184,7 @@ class Prompter:
         conversation: Conversation,
         action_ids: Sequence[int],
         observation: Observation,
-        action: str | None = None,
+        action: Action | None = None,
     ) -> Conversation:
         """The conversation one turn later; ``conversation`` itself stays as it is.
 
@@ -179,7 +205,10 @@ class Prompter:
 
     def glue(self, action_ids: Sequence[int], observation: Observation) -> list[int]:
         """Token ids between ``action_ids`` and the next action (``full`` context)."""
-        ids = self._glue_ids(self.user_text(observation))
+        return self._joined(action_ids, self._glue_ids([{"role": "user", "content": self.user_text(observation)}]))
+
+    def _joined(self, action_ids: Sequence[int], ids: list[int]) -> list[int]:
+        """``ids``, what the template writes behind an answer, without what the answer itself ends with."""
         # Sampling stops at an end of turn, which then is the action's own last token; a cut action lacks it. One that the
         # model ended in its own way stands for the template's.
         last = action_ids[-1] if len(action_ids) else None
@@ -217,7 +246,12 @@ class Prompter:
         # transformers 4 drops spaces before punctuation where the tokenizer's files ask for it.
         return self.tokenizer.decode(list(action_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def forced_tokens(self, action_ids: Sequence[int], admissible: Sequence[str] | None = None) -> int:
+    def forced_tokens(
+        self,
+        action_ids: Sequence[int],
+        admissible: Sequence[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> int:
         """How many of a sample's first tokens the form of an answer dictates: they spell ``<think>``, or in ``bare`` what all
         admissible actions begin with. A sample that departs from it sooner has as many as it kept to."""
         form = "<think>"
@@ -230,6 +264,14 @@ class Prompter:
                 break
             count += 1
         return count
+
+    def read(
+        self, conversation: Conversation, action_ids: Sequence[int], admissible: tuple[str, ...] | None = None
+    ) -> Answer:
+        """What was sampled after ``conversation``, understood."""
+        text = self.decode(action_ids)
+        action, valid = self.parse(text, admissible)
+        return Answer(text, action, valid, self.no_action(text, admissible) if action is None else None)
 
     def parse(self, text: str, admissible: Sequence[str] | None = None) -> tuple[str | None, bool]:
         """The action in the model's text, and whether it is valid. None: the text holds none, so nothing may be executed
@@ -247,7 +289,7 @@ class Prompter:
             if not action:
                 return text.strip(), False
         else:
-            tags = _ACTION_TAG.findall(_without_thoughts(text))
+            tags = _ACTION_TAG.findall(without_thoughts(text))
             action = tags[-1].strip() if tags else ""
             if not action:
                 return None, False
@@ -266,7 +308,7 @@ class Prompter:
             text: the model's.
             admissible: the actions of the state, which is the same afterwards.
         """
-        answer = _without_thoughts(text)
+        answer = without_thoughts(text)
         if "<think>" in text and "</think>" not in text:
             problem = "<think> isn't closed"
         elif _ACTION_TAG.search(answer):
@@ -283,23 +325,23 @@ class Prompter:
         """The user message for an observation."""
         return self._defuse(self._shorten(observation.text) + self._action_list(observation))
 
-    def _opening(self, user: str) -> list[dict[str, str]]:
+    def _opening(self, user: str) -> list[dict[str, Any]]:
         system = self.config.system_text
         return ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": user}]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-        )
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        options = {"add_generation_prompt": True, **self._template_kwargs, **options}
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _glue_ids(self, user: str) -> list[int]:
+    def _glue_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """What the template writes behind an answer that ``messages`` follow."""
         # Rendered after a short stand-in for the history: special tokens delimit messages, so neither the template's
         # text nor its tokens depend on what came before the end of the assistant's turn.
-        stand_in = [*self._opening("observation"), {"role": "assistant", "content": _ACTION_MARK}]
-        _, mark, behind = self._render([*stand_in, {"role": "user", "content": user}]).partition(_ACTION_MARK)
+        stand_in = [*self._opening("observation"), {"role": "assistant", "content": ACTION_MARK}]
+        _, mark, behind = self._render([*stand_in, *messages], **options).partition(ACTION_MARK)
         if not mark:
             raise ValueError(
                 "the chat template leaves out what the assistant said: set another tokenizer.chat_template"
@@ -352,7 +394,7 @@ class Prompter:
         return self._special.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text) if self._special else text
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """What an answer says outside of ``<think>``. One that isn't closed reaches to the end; one that was opened by the
     prompt, from the beginning."""
     text = _THOUGHT.sub("", text)

@@ -377,9 +377,8 @@ class TreeRollout:
                 sampled = await self.generate(conversation.ids, most, f"{index}/{depth}")
                 tokens += len(sampled.token_ids)
                 self._count(sampled)
-                text = self.prompter.decode(sampled.token_ids)
-                action, valid = self.prompter.parse(text, admissible)
-                seen = self._look(index, parent, depth, sampled, admissible)
+                answer = self.prompter.read(conversation, sampled.token_ids, admissible)
+                seen = self._look(index, parent, depth, sampled, conversation, admissible)
                 point, chosen = None, False
                 # A fork's first turn stands in the state that it was forked at, a root sample's in the initial one.
                 initial = depth == 0 == index and getattr(self.branch.selector, "OFFERS_INITIAL", False)
@@ -390,15 +389,15 @@ class TreeRollout:
                     elif chosen or isinstance(self.branch.selector, Ranking):
                         point = await self._snapshot(life, seen, state, conversation, admissible, info)
                 acted_in = state
-                if action is None:  # which leaves the world as it was
-                    observation = self.prompter.no_action(text, admissible)
+                if answer.action is None:  # which leaves the world as it was
+                    observation = answer.told
                     idle += 1
                 else:
-                    observation, state = await self._act(life, self._step, action)
-                    life.played.append((action, self._print(observation)))
+                    observation, state = await self._act(life, self._step, answer.action)
+                    life.played.append((answer.action, self._print(observation)))
                     info = observation.info
-                self.counters["invalid_actions"] += not valid
-                after = self.prompter.observe(conversation, sampled.token_ids, observation, action)
+                self.counters["invalid_actions"] += not answer.valid
+                after = self.prompter.observe(conversation, sampled.token_ids, observation, answer.action)
                 depth += 1
                 full = self._room(after) < 1
                 node = self.tree.add_node(
@@ -410,7 +409,7 @@ class TreeRollout:
                         action_entropy=list(sampled.entropy),
                         prompt_ids=list(conversation.ids) if self.prompter.windowed else None,
                         reward=observation.reward,
-                        action_text=text.strip() if action is None else action,
+                        action_text=answer.text.strip() if answer.action is None else str(answer.action),
                         observation_text=observation.text,
                         actions=admissible,
                         score=seen.entropy,
@@ -419,7 +418,7 @@ class TreeRollout:
                         digest=acted_in.digest,
                         cached_tokens=sampled.cached_tokens,
                         prefill_tokens=sampled.prefill_tokens,
-                        valid_action=valid,
+                        valid_action=answer.valid,
                     )
                 )
                 if point is not None:
@@ -528,12 +527,18 @@ class TreeRollout:
     # --- small parts ------------------------------------------------------------------------------------------------
 
     def _look(
-        self, index: int, parent: int, depth: int, sampled: Generation, admissible: tuple[str, ...] | None
+        self,
+        index: int,
+        parent: int,
+        depth: int,
+        sampled: Generation,
+        conversation: Conversation,
+        admissible: tuple[str, ...] | None,
     ) -> DecisionPoint:
         """The state after ``parent``, that ``sampled`` was sampled in, as selectors see it."""
         forced = 0
         if self.branch.entropy_tokens == "open":
-            forced = self.prompter.forced_tokens(sampled.token_ids, admissible)
+            forced = self.prompter.forced_tokens(sampled.token_ids, admissible, conversation.tools)
         entropy, chance = self.branch.entropy(sampled.entropy, forced), self.chance(f"{index}/{depth}")
         initial = entropy if parent == ROOT else self.tree.nodes[self.tree.path(parent)[0]].score
         return DecisionPoint(depth, entropy, sampled.state_value, chance, index, initial_entropy=initial)
