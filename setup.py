@@ -26,6 +26,7 @@ setup(
         "pydantic>=2.7,<3",
         "msgpack>=1.0,<2",
         "numpy",
+        "jsonschema>=4.18",
         "tqdm",
         "wrapt>=1.15",
         *TRAINER,

@@ -11,7 +11,7 @@ from typing import Any
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.generator import BatcherThread, ContinuousBatcher
-from verl_bpo.generation.play import Play
+from verl_bpo.generation.play import FindParser, Play
 from verl_bpo.generation.pools import Pools
 from verl_bpo.generation.prompts import Task
 from verl_bpo.generation.sampling import SamplingParams
@@ -35,6 +35,7 @@ class LocalRollouts:
         seed: of every sampled action; an action depends on it, its tree's ``identity``, its place in the tree and its
             prompt, not on what else runs.
         threads: of PyTorch.
+        find_parser: finds what reads tool calls (template ``tools``).
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class LocalRollouts:
         *,
         seed: int = 0,
         threads: int = 1,
+        find_parser: FindParser | None = None,
     ) -> None:
         self.config, self.play, self.seed = config, play, seed
-        self.prompter = play.prompter(tokenizer, model.generation_config, model.config)
+        self.prompter = play.prompter(tokenizer, model.generation_config, model.config, find_parser=find_parser)
         self.stops = tuple(sorted(self.prompter.stop_ids))
         self.batcher = ContinuousBatcher(
             model, max_num_seqs=max(64, 2 * config.env.workers), max_model_len=longest_sequence(model.config)

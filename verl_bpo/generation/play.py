@@ -3,13 +3,17 @@ dry run and ``verl-bpo eval`` all read it here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_bpo.config.schema import BPOConfig, build
-from verl_bpo.tree.prompting import Prompter
+from verl_bpo.options import ConfigError
+from verl_bpo.tree.prompting import PromptConfig, Prompter
+from verl_bpo.tree.tool_prompting import ToolParser, ToolPrompter
 
+FindParser = Callable[..., ToolParser]
+"""(tokenizer, name, options of the chat template) -> how its model's tool calls are read; verl's stand in the wing."""
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 
@@ -51,15 +55,41 @@ class Play:
         """What a request asks of the engine."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
-    def prompter(self, tokenizer: Any, *models: Any) -> Prompter:
+    def prompter(self, tokenizer: Any, *models: Any, find_parser: FindParser | None = None) -> Prompter:
         """The prompter, which knows where an action ends.
 
         Args:
             models: configs that may name tokens which end a turn.
+            find_parser: finds what reads tool calls.
         """
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
-        return Prompter(tokenizer, self.config.prompt, self.template_options, eos_ids(*models))
+        return prompter_for(tokenizer, self.config.prompt, self.template_options, eos_ids(*models), find_parser)
+
+
+def prompter_for(
+    tokenizer: Any,
+    config: PromptConfig,
+    template_options: Mapping[str, Any],
+    ends: Collection[int] = (),
+    find_parser: FindParser | None = None,
+) -> Prompter:
+    """The prompter of a prompt style.
+
+    Args:
+        ends: tokens that the model ends its turns with.
+        find_parser: finds what reads tool calls.
+
+    Raises:
+        ValueError: the tokenizer and the prompt style don't go together.
+        ConfigError: no parser is found for the model's tool calls.
+    """
+    if config.template != "tools":
+        return Prompter(tokenizer, config, dict(template_options), ends)
+    if find_parser is None:
+        raise ConfigError("bpo.prompt.template=tools needs verl's tool parsers, which this command doesn't load")
+    parser = find_parser(tokenizer, config.tool_parser, **template_options)
+    return ToolPrompter(tokenizer, config, parser, dict(template_options), ends)
 
 
 def validation_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:

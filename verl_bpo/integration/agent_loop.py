@@ -19,6 +19,7 @@ from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.play import Play
 from verl_bpo.generation.prompts import Task
+from verl_bpo.integration import tool_parsers  # which, imported first, is still being loaded here
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
@@ -82,7 +83,7 @@ class TreeAgentLoop(AgentLoopBase):
         validate, models = sampling_params.pop("_validate"), sampling_params.pop("_models")
         self.version = max(0, int(row.get("global_steps") or 0) - 1)
         play = self.shared.play
-        self.prompter = play.prompter(self.tokenizer, *models)
+        self.prompter = play.prompter(self.tokenizer, *models, find_parser=tool_parsers.find_parser)
         sampling_params |= play.sampling if validate else {}
         sampling_params["stop_token_ids"] = sorted(self.prompter.stop_ids)
         identity = f"{row.get('global_steps')}/{row.get('index')}/{row.get('session_id')}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,7 +42,9 @@ def find_parser(tokenizer: Any, name: str, **template_options: Any) -> VerlParse
         return VerlParser(tokenizer, name)
     if name != "auto":
         raise ConfigError(f"bpo.prompt.tool_parser={name!r} is none of verl's: use auto, {', '.join(known)}")
-    fitting = [other for other in known if _reads(tokenizer, other, template_options)]
+    fitting = _fitting(
+        tokenizer, str(tokenizer.chat_template), json.dumps(template_options, sort_keys=True, default=str)
+    )
     if len(fitting) == 1:
         return VerlParser(tokenizer, fitting[0])
     found = f"{' and '.join(fitting)} read" if fitting else "none of verl's parsers reads"
@@ -49,9 +53,15 @@ def find_parser(tokenizer: Any, name: str, **template_options: Any) -> VerlParse
     )
 
 
-def _reads(tokenizer: Any, name: str, options: dict[str, Any]) -> bool:
+@lru_cache(maxsize=8)  # every tree asks
+def _fitting(tokenizer: Any, template: str, options: str) -> list[str]:
+    return [
+        name for name in sorted(verls.ToolParser._registry) if _reads(tokenizer, name, template, json.loads(options))
+    ]
+
+
+def _reads(tokenizer: Any, name: str, template: str, options: dict[str, Any]) -> bool:
     """Whether a parser reads back what the chat template writes."""
-    template = str(tokenizer.chat_template)
     if name == GPT_OSS:  # its template writes a call's head otherwise than the model does
         return "<|channel|>" in template and "functions." in template
 
@@ -84,8 +94,6 @@ class VerlParser:
             stops.append(tokenizer.convert_tokens_to_ids("<|call|>"))
         unknown = {None, tokenizer.unk_token_id}
         self.stop_token_ids = frozenset(stops) - unknown
-        thought_end = tokenizer.convert_tokens_to_ids("</think>")
-        self._thought_end = None if thought_end in unknown else thought_end
         self._start, self._end = (
             next((getattr(self._parser, name) for name in names if hasattr(self._parser, name)), None)
             for names in (_STARTS, _ENDS)
@@ -95,12 +103,10 @@ class VerlParser:
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Schema]) -> Parsed:
         """What verl's parser reads in an answer; its complaint where it can't."""
-        ids = list(token_ids)
-        if self._thought_end in ids:
-            ids = ids[len(ids) - ids[::-1].index(self._thought_end) :]
+        ids = self._behind_thoughts(list(token_ids))
         with _complaints() as complaints:
             content, found = settled(self._parser.extract_tool_calls([*self._before, *ids], _schemas(tools)))
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text = self._spelt(ids)
         if self._start and text.count(self._start) > text.count(self._end):
             return Parsed(text, problem=f"{self._start} isn't closed by {self._end}")
         calls = []
@@ -119,7 +125,18 @@ class VerlParser:
             return Parsed(text, problem="; ".join(complaints) or "no call can be found in it")
         return Parsed(self._plain(content), tuple(calls))
 
+    def _behind_thoughts(self, ids: list[int]) -> list[int]:
+        end = self._spelt(ids).rfind("</think>")
+        if end < 0:
+            return ids
+        reach = end + len("</think>")
+        return ids[bisect_left(range(len(ids)), reach, key=lambda count: len(self._spelt(ids[:count]))) :]
+
+    def _spelt(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def _plain(self, content: str) -> str:
+        content = content.removeprefix("<|start|>assistant") if self._before else content
         content = without_thoughts(content.rpartition("<|message|>")[2])
         return (self._special.sub("", content) if self._special else content).strip()
 

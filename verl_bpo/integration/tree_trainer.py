@@ -25,6 +25,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_bpo.advantages.estimator import Estimate, Values
 from verl_bpo.config.schema import RunError, build, find_estimator
+from verl_bpo.generation.play import prompter_for
+from verl_bpo.integration import tool_parsers
 from verl_bpo.integration.faults import LostShare
 from verl_bpo.integration.losses import policy_loss
 from verl_bpo.integration.queue_rows import plain_list, session_of
@@ -42,7 +44,7 @@ from verl_bpo.tree.metrics import (
     tree_metrics,
     without_lost,
 )
-from verl_bpo.tree.prompting import PromptConfig, Prompter
+from verl_bpo.tree.prompting import PromptConfig
 from verl_bpo.tree.record import dump_advantages, set_aside
 from verl_bpo.tree.rows import BRANCH_LESSON, LOST, RowSpans
 from verl_bpo.tree.selectors import Choosing
@@ -376,7 +378,7 @@ def check_policy(model: Any, tokenizer: Any, prompt: PromptConfig, template_kwar
         RunError: they don't.
     """
     try:
-        Prompter(tokenizer, prompt, dict(template_kwargs or {}))
+        prompter_for(tokenizer, prompt, template_kwargs or {}, find_parser=tool_parsers.find_parser)
     except ValueError as error:
         raise RunError(str(error)) from error
     rows = model.get_text_config().vocab_size

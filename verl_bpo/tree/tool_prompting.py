@@ -23,8 +23,8 @@ from verl_bpo.sandbox.turns import Action, Message, ToolCall, ToolCalls
 from verl_bpo.tree.prompting import ACTION_MARK, Answer, Conversation, PromptConfig, Prompter
 
 _OPENING = [{"role": "user", "content": "a"}]
-_HEAD = re.compile(r"<[^<>]*>|.", re.DOTALL)
-"""By what the beginning of a call is found in an answer: its first tag."""
+_HEAD = re.compile(r"<[^<>]*>|[^\s<]+")
+"""By what the beginning of a call is found in an answer: its first tag or word."""
 PROBE = {
     "type": "function",
     "function": {
@@ -137,8 +137,9 @@ class ToolPrompter(Prompter):
         if isinstance(action, str):
             return [*self._encode(thought + action), self.end_of_turn_id]
         ids = self._encode(self._calls.answer(action.calls, thought))
-        end = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
-        return [*ids, self.end_of_turn_id] if end is None else ids[: end + 1]
+        end = next((place for place, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        ends_with = self._behind(action.calls, [action.calls[-1].answered("a")], ())[0]
+        return [*ids[:end], ends_with]
 
     def forced_tokens(
         self,
@@ -203,7 +204,9 @@ class ToolPrompter(Prompter):
         named = self._calls.named(calls)
         for call, answer in zip(named, (m for m in plain if m["role"] == "tool")):
             answer.setdefault("tool_call_id", call["id"])
-        _, mark, behind = self._calls.write(self._opening("observation"), named, plain, **options).rpartition(ACTION_MARK)
+        _, mark, behind = self._calls.write(self._opening("observation"), named, plain, **options).rpartition(
+            ACTION_MARK
+        )
         if not mark:
             raise ValueError("the chat template leaves out what the assistant called")
         ids = self._encode(behind)

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_bpo.commands.evaluation.options import EvalOptions
+from verl_bpo.generation.play import FindParser
 from verl_bpo.generation.prompts import Task
 from verl_bpo.tree.topology import Tree
 
@@ -59,6 +60,7 @@ async def play(
             options,
             seed=options.seed,
             threads=threads,
+            find_parser=_find_parser(options),
         ) as rollouts,
         open(out / EPISODES, "a") as file,
         tqdm(total=len(before) + len(missing), initial=len(before), desc="eval", unit="episode") as bar,
@@ -87,6 +89,15 @@ async def play(
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
     return played, lost
+
+
+def _find_parser(options: EvalOptions) -> FindParser | None:
+    """verl's tool parsers, loaded only for prompts that need them."""
+    if options.config.prompt.template != "tools":
+        return None
+    from verl_bpo.integration.tool_parsers import find_parser
+
+    return find_parser
 
 
 def _episode(tree: Tree, index: int, number: int) -> Episode:
