@@ -436,7 +436,7 @@ RELIANCES: tuple[Reliance, ...] = (
     Reliance("private", "verl.experimental.agent_loop.tool_parser.logger", "tool_parsers",
              "Where a parser says why it can't read a call: the model is told."),
     Reliance("private", "verl.experimental.agent_loop.tool_parser.HermesToolParser.tool_call_start_token",
-             "tool_parsers", "With it and `tool_call_end_token` a call that was cut off is told from none; most parsers have them."),
+             "tool_parsers", "With `tool_call_end_token` it shows a call that was cut off; most have both."),
     Reliance("private", "verl.experimental.agent_loop.tool_parser.KimiToolParser.tool_calls_section_start_token",
              "tool_parsers", "Likewise."),
     Reliance("private", "verl.experimental.agent_loop.tool_parser.DeepSeekV4ToolParser.tool_calls_start_token",
