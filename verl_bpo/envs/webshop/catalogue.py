@@ -138,7 +138,7 @@ def _load(data_dir: str, products: str, goals: str, search: str, index_dir: str 
         index: Any = PyseriniSearch(index_dir, list(items.index_of))
     else:
         documents = tqdm((item.document for item in items), "indexing", len(items), unit="product", **BAR)
-        index = Bm25sSearch(documents, index_folder(path) if products == "all" else None)
+        index = Bm25sSearch(documents, index_folder(path, Path(__file__)) if products == "all" else None)
     return Catalogue(items, prices, found, index, title_nouns())
 
 

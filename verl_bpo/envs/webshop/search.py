@@ -51,7 +51,7 @@ class Bm25sSearch:
             import bm25s
             import Stemmer
         except ImportError as error:
-            raise ImportError(f"WebShop's search needs bm25s: pip install bm25s PyStemmer ({error})") from error
+            raise ImportError(f"search by BM25 needs bm25s: pip install bm25s PyStemmer ({error})") from error
         self._stem = Stemmer.Stemmer("porter").stemWords
         self._make = bm25s.BM25
         self._index = self._built(documents) if folder is None else self._kept(documents, folder)
@@ -102,12 +102,15 @@ class Bm25sSearch:
         return tuple(found[0][scores[0] > 0].tolist())
 
 
-def index_folder(products: Path) -> Path:
-    """Where the index of a product file is kept: beside it, under a name that changes with the file and with what makes
-    indices."""
+def index_folder(products: Path, reader: Path) -> Path:
+    """Where the index of a file is kept: beside it, under a name that changes with the file and with what makes indices.
+
+    Args:
+        reader: the code that makes documents of the file.
+    """
     state = products.stat()
     known = [state.st_size, state.st_mtime_ns, *map(version, ("bm25s", "PyStemmer", "numpy"))]
-    code = [Path(__file__).with_name(name).read_bytes() for name in ("search.py", "catalogue.py")]
+    code = [Path(__file__).read_bytes(), reader.read_bytes()]
     key = hashlib.sha256(b"".join([repr(known).encode(), *code])).hexdigest()[:16]
     return products.with_name(f"{products.name}.bm25s-{key}")
 
