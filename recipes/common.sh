@@ -32,6 +32,19 @@ prepare_webshop() {
   prompts webshop train test
 }
 
+prepare_search() {
+  if [ -n "$SMOKE" ]; then
+    verl-bpo make-games --kind search "$DATA/questions" --train 64 --valid 8 --level 3
+    for split in train test; do
+      [ -e "$DATA/$split.parquet" ] ||
+        verl-bpo make-data search "$DATA/$split.parquet" --root "$DATA/questions" --split "${split/test/valid}" --panel 4
+    done
+  else
+    : "${SEARCH_DATA:?set it to the folder with train.parquet and test.parquet, and SEARCH_RETRIEVER: docs/environments.md}"
+    prompts search train test
+  fi
+}
+
 # The smoke mode repairs small generated packages in local shells instead.
 prepare_swebench() {
   local split
@@ -53,6 +66,8 @@ tiny_model() {
   if [ "$1" = swebench ]; then
     prompt=(--data "$DATA/repairs" --no-list-actions --context full --max-observation-tokens 2048)
     set -- repair
+  elif [ "$1" = search ]; then
+    prompt=(--data "$DATA/questions" --no-list-actions --context full --max-observation-tokens 512 --vocab-size 512)
   fi
   python recipes/imitation/train.py --env "$1" --out "$DATA/model" --games 6 --held-out 2 --steps 2 --check-every 2 --max-turns 2 \
     --until-success 0 --overwrite --hidden-size 32 --heads 2 --template think_action "${prompt[@]}"

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source recipes/venv.sh
-ensure_venv cpu,envs,report,webshop,webshop-exact,swe,docs,dev
+ensure_venv cpu,envs,report,search,webshop,webshop-exact,swe,docs,dev
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 ruff check .
 ruff format --check --quiet . || { echo "run: ruff format ." >&2; exit 1; }

@@ -63,11 +63,12 @@ def test_kinds_of_games_are_the_environments_with_a_generator(capsys, monkeypatc
     [
         ("textworld", "use one of 0, 1, 2, 3, 4"),
         ("repair", "use one of 1, 2, 3"),
+        ("search", "use one of 1, 2, 3, 4, the number of hops"),
         ("alfworld", "have 0 (few things a room) and 1 (whole rooms)"),
     ],
 )
 def test_a_level_that_a_kind_has_not_is_answered_with_those_it_has(kind, said, capsys, monkeypatch, tmp_path):
-    if kind != "repair":
+    if kind not in ("repair", "search"):
         pytest.importorskip(kind)
     assert run(monkeypatch, "make-games", tmp_path / "out", "--kind", kind, "--level", 9) == 1
     (line,) = capsys.readouterr().err.splitlines()

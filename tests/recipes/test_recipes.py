@@ -28,6 +28,8 @@ def test_every_promised_recipe_is_there():
         for environment in ("alfworld", "webshop", "swebench")
         if environment != "swebench" or (method in models["llama3.1_8b"] and model != "qwen2.5_1.5b")
     }
+    search = [(method, size) for method in ("bpo", "grpo", "rloo", "sapo") for size in ("3b", "7b")]
+    promised |= {f"recipes/{method}/search/run_qwen2.5_{size}.sh" for method, size in search}
     assert set(RECIPES) == promised
 
 
@@ -61,7 +63,7 @@ def test_the_readme_states_what_the_dry_run_estimates(reports):
         assert f"| {gpus} x 80 GB | {report.memory.peak:.0f} GiB, {hours:.1f} h |" in row
 
 
-@pytest.mark.parametrize("environment", ["alfworld", "webshop", "swebench"])
+@pytest.mark.parametrize("environment", ["alfworld", "webshop", "swebench", "search"])
 def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(reports, environment):
     """Equal environment steps in all, trajectories a step, updates a step, limits, prompts and KL."""
     chosen = [report for recipe, report in reports.items() if recipe.split("/")[2] == environment]
@@ -74,7 +76,7 @@ def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(
         assert len({str(report.config.actor_rollout_ref.actor[key]) for report in chosen}) == 1
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if "qwen2.5_1.5b" in recipe or "swebench" in recipe])
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if any(n in r for n in ("qwen2.5_1.5b", "qwen2.5_3b", "swebench"))])
 def test_the_smoke_mode_of_a_recipe_is_sound_too(monkeypatch, recipe):
     monkeypatch.setenv("SMOKE", "1")
     report = dry_run(recipe_arguments(f"{REPOSITORY}/{recipe}"), 80.0, REPOSITORY)

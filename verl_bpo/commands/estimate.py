@@ -63,6 +63,7 @@ class ModelShape:
 
 KNOWN = {
     "Qwen2.5-1.5B": ModelShape(1536, 28, 12, 2, 8960, 151936, True, True),
+    "Qwen2.5-3B": ModelShape(2048, 36, 16, 2, 11008, 151936, True, True),
     "Qwen2.5-7B": ModelShape(3584, 28, 28, 4, 18944, 152064, False, True),
     "Llama-3.1-8B": ModelShape(4096, 32, 32, 8, 14336, 128256, False, False),
 }
