@@ -76,7 +76,9 @@ def test_methods_are_compared_at_the_same_compute_and_under_the_same_conditions(
         assert len({str(report.config.actor_rollout_ref.actor[key]) for report in chosen}) == 1
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if any(n in r for n in ("qwen2.5_1.5b", "qwen2.5_3b", "swebench"))])
+@pytest.mark.parametrize(
+    "recipe", [r for r in RECIPES if any(n in r for n in ("qwen2.5_1.5b", "qwen2.5_3b", "swebench"))]
+)
 def test_the_smoke_mode_of_a_recipe_is_sound_too(monkeypatch, recipe):
     monkeypatch.setenv("SMOKE", "1")
     report = dry_run(recipe_arguments(f"{REPOSITORY}/{recipe}"), 80.0, REPOSITORY)
