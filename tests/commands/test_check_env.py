@@ -56,6 +56,24 @@ def test_an_environment_that_keeps_the_rules_passes(name):
     assert report.costs["snapshot bytes"] > 0 and report.costs["step"] >= 0
 
 
+def test_each_backend_is_said_to_be_exact_or_why_not():
+    report = check_environment(f"{BAD}:Counter", ["a"], max_turns=4)
+    assert report.backends == {"fork": "", "memory": "", "replay": ""}, report.render()
+    assert "fork           exact" in report.render()
+
+
+def test_what_only_a_process_or_its_actions_hold_passes_by_those():
+    report = check_environment(f"{BAD}:CantBeCopied", ["a"], max_turns=4)
+    assert not report.ok and not report.backends["replay"] and "bpo.env.backend=fork" in report.backends["memory"]
+    report = check_environment(f"{BAD}:CantBeCopied", ["a"], max_turns=4, backend="replay")
+    assert report.ok and "save" not in report.costs, report.render()
+
+
+def test_a_backend_that_forgets_is_named():
+    report = check_environment(f"{BAD}:ForgetsItsLog", ["a"], max_turns=6)
+    assert "turn" in report.backends["memory"] and report.backends["fork"] == report.backends["replay"] == ""
+
+
 def test_textworld_passes(tmp_path):
     pytest.importorskip("textworld")
     make_textworld_games(tmp_path, {"train": 2, "valid": 1}, level=4, progress=False)

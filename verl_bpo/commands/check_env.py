@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_bpo.commands.environment import add_environment, environment_kwargs
-from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported
-from verl_bpo.sandbox.loading import list_tasks, load_environment
+from verl_bpo.sandbox.base import Environment, Observation, Sandbox, SandboxError, SnapshotUnsupported, received
+from verl_bpo.sandbox.loading import BACKENDS, list_tasks, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.volatile import hide
 
@@ -79,9 +79,11 @@ class Episode:
 
 @dataclass
 class CheckReport:
-    """``findings``: (name of the check, whether it held, detail). ``costs``: median CPU milliseconds, and bytes."""
+    """``findings``: (name of the check, whether it held, detail). ``costs``: median CPU milliseconds, and bytes.
+    ``backends``: name -> why its forks aren't exact; empty where they are."""
 
     findings: list[tuple[str, bool, str]] = field(default_factory=list)
+    backends: dict[str, str] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -90,6 +92,7 @@ class CheckReport:
 
     def render(self) -> str:
         lines = [f"{'ok' if held else 'NO'}  {name:14} {detail}" for name, held, detail in self.findings]
+        lines += [f"    {name:14} {f'no: {why}' if why else 'exact'}" for name, why in self.backends.items()]
         unit = {"snapshot bytes": "bytes"}
         lines += [f"    {name:14} {value:.3g} {unit.get(name, 'ms CPU')}" for name, value in self.costs.items()]
         return "\n".join(lines)
@@ -100,7 +103,13 @@ class Difference(Exception):
 
 
 def check_environment(
-    env: str, tasks: Sequence[str], kwargs: dict[str, Any] | None = None, *, seed: int = 0, max_turns: int = 12
+    env: str,
+    tasks: Sequence[str],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    max_turns: int = 12,
+    backend: str = "memory",
 ) -> CheckReport:
     """Check an environment on some of its tasks.
 
@@ -110,12 +119,13 @@ def check_environment(
         kwargs: the constructor's arguments.
         seed: draws the actions.
         max_turns: most turns of a random episode.
+        backend: the one that must be exact; of the others it is only said whether they are.
 
     Raises:
         EnvironmentUnavailable: it can't be loaded.
     """
     kwargs = kwargs or {}
-    return _Checker(env, lambda: load_environment(env)(**kwargs), list(tasks), kwargs, seed, max_turns).run()
+    return _Checker(env, lambda: load_environment(env)(**kwargs), list(tasks), kwargs, seed, max_turns, backend).run()
 
 
 class _Checker:
@@ -127,8 +137,9 @@ class _Checker:
         kwargs: dict[str, Any],
         seed: int,
         max_turns: int,
+        backend: str,
     ) -> None:
-        self.env, self.make, self.tasks, self.kwargs = env, make, tasks, kwargs
+        self.env, self.make, self.tasks, self.kwargs, self.backend = env, make, tasks, kwargs, backend
         self.seed, self.max_turns = seed, max_turns
         self.volatile, self.by_commands = load_environment(env).volatile, load_environment(env).runs_commands
         self.episodes: list[Episode] = []
@@ -141,14 +152,31 @@ class _Checker:
         self._check("other process", self._other_process)
         self._check("nonsense", self._nonsense)
         self._check("independence", self._independence)
-        snapshots = self._check("restore", self._restore)
-        if snapshots:
+        if self.backend == "memory" and self._check("restore", self._restore):
             self._check("same twice", self._twice)
             self._check("fork", self._fork)
+        if self.backend != "memory":
+            self._check(self.backend, lambda: self._exact(self.backend))
         self._check("close", self._close)
+        self._compare_backends()
         if self.report.ok:
             self._costs()
         return self.report
+
+    def _compare_backends(self) -> None:
+        """Where the environment itself is at fault, no backend is worth a try."""
+        failed = {name: detail for name, held, detail in self.report.findings if not held}
+        known = {"memory": failed.get("restore", failed.get("same twice", failed.get("fork", "")))}
+        if set(failed) - {"restore", "same twice", "fork", self.backend}:
+            return
+        for name in BACKENDS.built_in():
+            why = known.get(name, "") or failed.get(name, "")
+            if not why:
+                try:
+                    self._exact(name)
+                except Exception as error:  # whatever a user's class raises is the reason
+                    why = " ".join(str(error).split()) or type(error).__name__
+            self.report.backends[name] = why
 
     def _check(self, name: str, check: Callable[[], str]) -> bool:
         try:
@@ -376,6 +404,32 @@ class _Checker:
                 _let_go(held)
         return "forks, their origin and forks of forks go on alike and apart"
 
+    def _exact(self, backend: str) -> str:
+        """Two forks from the middle of each episode, their origin and a fork of a fork take turns, by the backend itself."""
+        why = f"with bpo.env.backend={backend} a fork went on differently"
+        started = BACKENDS.load(backend)(self.env, self.kwargs)
+        try:
+            for episode in self.episodes:
+                middle, held = len(episode.actions) // 2, []
+                try:
+                    held.append(origin := started.sandbox())
+                    _same(episode, 0, self._turn(received(origin.reset(episode.task, self.seed))), why)
+                    for number in range(middle):
+                        _same(episode, number + 1, self._turn(origin.step(episode.actions[number])), why)
+                    held.append(snapshot := origin.snapshot())
+                    held += (branches := _opened(snapshot.fork(2)))
+                    held.append(inner := branches[0].snapshot())
+                    held += (nested := _opened(inner.fork()))
+                    for number in range(middle, len(episode.actions)):
+                        for branch in (origin, *branches, *nested):
+                            _same(episode, number + 1, self._turn(branch.step(episode.actions[number])), why)
+                finally:
+                    _let_go(held)
+        finally:
+            started.clear()
+            started.close()
+        return "forks, their origin and forks of forks go on alike and apart"
+
     def _independence(self) -> str:
         """All episodes at once in instances of their own, one turn of each after the other."""
         why = "beside other episodes in the same process it went differently: instances share something that a step changes"
@@ -416,18 +470,20 @@ class _Checker:
     def _costs(self) -> None:
         samples: dict[str, list[float]] = {"reset": [], "step": [], "save": [], "load": []}
         sandbox = MemorySandbox(self.make())
-        world = sandbox.shared
+        world, saves = sandbox.shared, not self.report.backends["memory"]
         try:
             for episode in self.episodes:
                 _timed(samples["reset"], world.environment.reset, episode.task, self.seed)
                 for action in episode.actions:
-                    saved = _timed(samples["save"], world.save)  # a copy, where the environment has no save_state
-                    _timed(samples["load"], world.load, saved)
+                    if saves:
+                        saved = _timed(samples["save"], world.save)  # a copy, where the environment has no save_state
+                        _timed(samples["load"], world.load, saved)
                     _timed(samples["step"], world.environment.step, action)
         finally:
             sandbox.close()
         self.report.costs = {name: statistics.median(values) for name, values in samples.items() if values}
-        self.report.costs["snapshot bytes"] = self._snapshot_bytes()
+        if saves:
+            self.report.costs["snapshot bytes"] = self._snapshot_bytes()
 
     def _snapshot_bytes(self, count: int = 50) -> float:
         """What one more snapshot of one state adds, so that what snapshots share isn't counted."""
@@ -514,7 +570,7 @@ def _place(episode: Episode, number: int) -> str:
 def _let_go(held: Sequence[Any]) -> None:
     """Close sandboxes and release snapshots, the last first."""
     for thing in reversed(held):
-        thing.close() if isinstance(thing, MemorySandbox) else thing.release()
+        thing.close() if isinstance(thing, Sandbox) else thing.release()
 
 
 def _apart(was: Any, now: Any) -> str:
@@ -569,6 +625,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_environment(parser)
     parser.add_argument("--tasks", type=int, default=3, help="tasks to play (default 3)")
+    parser.add_argument(
+        "--backend",
+        default="memory",
+        choices=list(BACKENDS.built_in()),
+        help="the one that must be exact (default memory)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -579,7 +641,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not tasks:
         raise SandboxError(f"environment {arguments.env} has no tasks in split {arguments.split!r}")
     step = max(1, len(tasks) // arguments.tasks)  # spread over the split, which may go by kind
-    report = check_environment(arguments.env, tasks[::step][: arguments.tasks], kwargs)
+    report = check_environment(arguments.env, tasks[::step][: arguments.tasks], kwargs, backend=arguments.backend)
     print(report.render())
     return 0 if report.ok else 1
 
