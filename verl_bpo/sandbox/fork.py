@@ -51,6 +51,7 @@ _END_SECONDS = 5.0
 """Within which all branches have to be gone."""
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+_ONE_THREAD["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow
 """Threads don't survive a fork, so libraries that make some at import shouldn't."""
 
 
