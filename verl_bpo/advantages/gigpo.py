@@ -43,8 +43,8 @@ class GiGPO(Estimator):
     norm: Literal["std", "none"] = "std"
     """F_norm: the group's sample standard deviation, or 1."""
     states: States = "observation"
-    """What makes two states the same: the text that was ``observation``, as in the paper, or the environment's ``digest``,
-    which tells apart what looks alike."""
+    """What makes two states the same: the text of the ``observation``, as in the paper, or the environment's ``digest``, which
+    goes by the state itself."""
 
     def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
         leaves, state = Leaves(forest), states_of(forest, self.states)
