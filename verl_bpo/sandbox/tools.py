@@ -79,8 +79,12 @@ class ToolEnvironment(Environment):
     async def _answer(self, call: ToolCall) -> tuple[str, float]:
         problem = problem_of(call, self.tools())
         if problem is not None:
-            return f"Error: {problem}", 0.0
+            return self.failed(problem), 0.0
         try:
             return await self.call(call.name, call.arguments)
         except Exception as error:
-            return f"Error: {error or type(error).__name__}", 0.0
+            return self.failed(str(error) or type(error).__name__), 0.0
+
+    def failed(self, problem: str) -> str:
+        """What the model is told of a call that failed."""
+        return f"Error: {problem}"
