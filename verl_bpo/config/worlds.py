@@ -87,7 +87,8 @@ class EnvConfig(Options):
     """Trees after which a worker is renewed. None: any number."""
     execution: str = "local"
     """Where environments that act by shell commands (``swebench``, ``repair``) run them: ``local``, isolated on this machine,
-    ``container``, on Podman or Docker, or in an own kind of shell, ``file.py:Class``, whose options ``kwargs.shell`` holds."""
+    ``container``, on Podman or Docker, ``e2b``, on that service, or in an own kind of shell, ``file.py:Class``.
+    ``kwargs.shell`` holds the options of the last two."""
     container: ContainerConfig = ContainerConfig()
     placement: PlacementConfig = PlacementConfig()
 
