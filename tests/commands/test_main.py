@@ -63,7 +63,7 @@ def test_kinds_of_games_are_the_environments_with_a_generator(capsys, monkeypatc
     [
         ("textworld", "use one of 0, 1, 2, 3, 4"),
         ("repair", "use one of 1, 2, 3"),
-        ("search", "use one of 1, 2, 3, 4, the number of hops"),
+        ("search", "use one of 0, 1, 2, 3, 4: the number of hops"),
         ("alfworld", "have 0 (few things a room) and 1 (whole rooms)"),
     ],
 )

@@ -291,17 +291,29 @@ def test_a_folder_made_otherwise_is_refused(invented, tmp_path):
     with pytest.raises(ValueError, match="made with other options"):
         make_questions(invented, 200, 50, seed=1, level=2)
     assert make_questions(invented, 200, 50, seed=1, level=3) == invented
-    with pytest.raises(ValueError, match="level=5: use one of 1, 2, 3, 4"):
+    with pytest.raises(ValueError, match="level=5: use one of 0, 1, 2, 3, 4"):
         make_questions(tmp_path / "c", level=5)
     with pytest.raises(ValueError, match="are more than the .* there are: ask for fewer"):
         make_questions(tmp_path / "d", 64, 5000, level=1)
 
 
-@pytest.mark.parametrize("level", [1, 4])
-def test_a_level_is_the_number_of_hops(tmp_path, level):
+@pytest.mark.parametrize("level, hops, passages", [(0, 3, 4096), (1, 1, 1024), (4, 4, 1024)])
+def test_a_level_is_the_number_of_hops_and_level_0_has_one_fact_a_passage(tmp_path, level, hops, passages):
     folder = make_questions(tmp_path / "games", 3, 2, level=level)
+    assert len((folder / "corpus.jsonl").read_text().splitlines()) == passages
     for row in pyarrow.parquet.read_table(folder / "train.parquet").to_pylist():
-        assert len(row["queries"]) == level and row["data_source"] == f"invented_{level}_hops"
+        assert len(row["queries"]) == hops and row["data_source"] == f"invented_{hops}_hops"
+
+
+def test_of_single_facts_a_fitting_query_finds_its_own_first(tmp_path):
+    folder = make_questions(tmp_path / "games", 40, 2, level=0)
+    environment = SearchEnvironment()
+    for task in SearchEnvironment.tasks("train", root=str(folder)):
+        environment.reset(task)
+        for action in environment.expert_actions()[:-1]:
+            query = action[len("search[") : -1]
+            first, *others = environment.step(action).text.splitlines()
+            assert f" {query} is " in first and not any(f" {query} is " in other for other in others)
 
 
 def test_the_expert_answers_every_question_by_as_many_searches_as_hops(invented):

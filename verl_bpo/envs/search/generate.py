@@ -1,6 +1,6 @@
 """Questions of several hops over invented people, for small policies, and the corpus that answers them.
 
-Each person has a passage that tells four others by the service they render; a question follows such relations from person to
+The corpus tells of each person four others by the service they render; a question follows such relations from person to
 person, one a hop. Names are made of syllables, so that no model knows them; they come from one small pool, whatever the seed,
 so that each part of a name can be one token of a small vocabulary. No training question meets people of held-out questions.
 """
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import permutations, product
 from pathlib import Path
 from random import Random
@@ -23,8 +23,18 @@ import pyarrow.parquet
 from verl_bpo.envs.manifest import open_folder, write_whole
 
 RELATIONS = ("teacher", "doctor", "tailor", "baker")
-LEVELS = (1, 2, 3, 4)
-"""Hops of a question."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """How hard a question is."""
+
+    hops: int
+    facts: int = len(RELATIONS)
+    """Facts in a passage: one, which a fitting query finds, or all of a person's, in which the right one must be read."""
+
+
+LEVELS = {0: Level(3, facts=1), 1: Level(1), 2: Level(2), 3: Level(3), 4: Level(4)}
 CORPUS = "corpus.jsonl"
 _HELD_OUT = 0.25
 """Share of the people who are for held-out questions."""
@@ -45,7 +55,7 @@ def make_questions(out_dir: str | Path, train: int = 64, valid: int = 32, seed: 
     is an error.
 
     Args:
-        level: hops, 1 to 4.
+        level: 0 to 4, see :data:`LEVELS`.
 
     Returns:
         ``out_dir``.
@@ -55,11 +65,20 @@ def make_questions(out_dir: str | Path, train: int = 64, valid: int = 32, seed: 
     """
     counts = {"train": train, "valid": valid}
     if level not in LEVELS:
-        raise ValueError(f"level={level}: use one of {', '.join(map(str, LEVELS))}, the number of hops")
+        raise ValueError(
+            f"level={level}: use one of {', '.join(map(str, LEVELS))}: the number of hops, 0 for three easy ones"
+        )
     if min(counts.values()) < 1:
         raise ValueError(f"counts={counts}: each split needs at least one question")
     folder = Path(out_dir).expanduser()
-    options = {"version": _VERSION, "kind": "search", "counts": counts, "seed": seed, "level": level}
+    options = {
+        "version": _VERSION,
+        "kind": "search",
+        "counts": counts,
+        "seed": seed,
+        "level": level,
+        **asdict(LEVELS[level]),
+    }
     if open_folder(folder, options, "*.parquet") is not None:
         return folder
     random = Random(f"{seed}/search")
@@ -68,11 +87,12 @@ def make_questions(out_dir: str | Path, train: int = 64, valid: int = 32, seed: 
     held_out = round(_HELD_OUT * len(people))
     groups = {"train": people[held_out:], "valid": people[:held_out]}
     facts = {name: knowledge for group in groups.values() for name, knowledge in _facts(group, random).items()}
-    lines = [json.dumps({"id": str(i), "contents": _passage(name, facts[name])}) for i, name in enumerate(people)]
+    passages = [text for name in people for text in _passages(name, facts[name], LEVELS[level].facts)]
+    lines = [json.dumps({"id": str(i), "contents": text}) for i, text in enumerate(passages)]
     write_whole(folder / CORPUS, "\n".join(lines) + "\n")
     games = {CORPUS: hashlib.sha256("\n".join(lines).encode()).hexdigest()}
     for split, count in counts.items():
-        chains = _chains(groups[split], facts, level, count, random)
+        chains = _chains(groups[split], facts, LEVELS[level].hops, count, random)
         rows = [_row(chain, split, index) for index, chain in enumerate(chains)]
         part = folder / f".{split}.part"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), part)
@@ -114,9 +134,11 @@ def _facts(group: Sequence[str], random: Random) -> dict[str, dict[str, str]]:
     return facts
 
 
-def _passage(name: str, knowledge: dict[str, str]) -> str:
-    sentences = (f"{name}'s {relation} is {other}." for relation, other in knowledge.items())
-    return f'"{name}"\n{" ".join(sentences)}'
+def _passages(name: str, knowledge: dict[str, str], size: int) -> list[str]:
+    """What is known of a person, ``size`` facts a passage."""
+    sentences = [f"{name}'s {relation} is {other}." for relation, other in knowledge.items()]
+    parts = [sentences[start : start + size] for start in range(0, len(sentences), size)]
+    return [f'"{name}"\n{" ".join(part)}' for part in parts]
 
 
 def _chains(
