@@ -113,6 +113,14 @@ def test_a_search_shows_the_best_passages_with_their_titles(asked):
     assert (shown.reward, shown.done, shown.info["won"]) == (0.0, False, False)
 
 
+@pytest.mark.parametrize(
+    "contents, title, text",
+    [('"Paris"\na\nb', "Paris", "a\nb"), ('""Heroes" (song)"\nx', '"Heroes" (song)', "x"), ("Paris", "Paris", "")],
+)
+def test_a_title_loses_one_pair_of_quotes(contents, title, text):
+    assert retrievers.Passage.of(contents) == (title, text)
+
+
 def test_a_long_passage_is_cut(folder):
     environment = SearchEnvironment(passage_characters=12)
     environment.reset(f"{folder}/test.parquet#0")

@@ -33,7 +33,9 @@ class Passage(NamedTuple):
     def of(cls, contents: str) -> Passage:
         """From Search-R1's form: the title in quotes on the first line, then the text."""
         title, _, text = contents.partition("\n")
-        return cls(title.strip().strip('"'), text.strip())
+        title = title.strip()
+        quoted = len(title) > 1 and title[0] == title[-1] == '"'
+        return cls(title[1:-1] if quoted else title, text.strip())  # one pair: a title may have quotes of its own
 
 
 class Retriever(Protocol):
