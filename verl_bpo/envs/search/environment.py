@@ -28,7 +28,8 @@ class SearchEnvironment(Environment):
     """A question, to be answered by searching. A task is ``FILE.parquet#ROW``, see :mod:`verl_bpo.envs.search.questions`.
 
     Actions are ``search[query]``, which shows passages as Search-R1 does (without the quotes around titles), and
-    ``answer[text]``, which ends the episode and alone is rewarded. ``info["won"]`` is exact match, ``info["score"]`` the F1, ``info["task_type"]`` the question's source.
+    ``answer[text]``, which ends the episode and alone is rewarded. ``info["won"]`` is exact match, ``info["score"]`` the F1,
+    ``info["task_type"]`` the question's source.
 
     Args:
         retriever: path of a JSONL corpus, or URL of a retrieval server. None: the environment variable ``SEARCH_RETRIEVER``,
