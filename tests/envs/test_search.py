@@ -1,6 +1,7 @@
 """Questions over a corpus: what an action does, scores, prompt files, the generator."""
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from verl_bpo.envs.search.environment import SearchEnvironment
 from verl_bpo.envs.search.generate import make_questions, name_pool
 from verl_bpo.envs.search.scoring import exact_match, f1, normalized
 from verl_bpo.sandbox import TaskError
+from verl_bpo.sandbox.base import NoTaskCanWork
 from verl_bpo.sandbox.memory import MemoryBackend
 
 CORPUS = [
@@ -250,6 +252,12 @@ def test_what_is_missing_is_named(folder, monkeypatch):
     for look in (SearchEnvironment().reset, SearchEnvironment.check_task):
         with pytest.raises(TaskError, match="no corpus"):
             look(f"{folder}/test.parquet#0")
+
+
+def test_a_missing_package_ends_the_run_and_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(NoTaskCanWork, match="pip install bm25s PyStemmer"):
+        SearchEnvironment().reset(f"{folder}/test.parquet#0")
 
 
 @pytest.mark.parametrize("line", ['{"id": "1"}', "[]", "no json", '{"contents": 3}'])

@@ -42,7 +42,7 @@ class SearchEnvironment(Environment):
     Raises:
         ValueError: an argument is out of range.
         TaskError: the corpus is missing or broken.
-        ImportError: a package that BM25 needs isn't installed.
+        EnvironmentUnavailable: a package that BM25 needs isn't installed.
     """
 
     def __init__(

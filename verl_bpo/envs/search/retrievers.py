@@ -16,6 +16,7 @@ import numpy as np
 
 from verl_bpo.envs.webshop.search import Bm25sSearch, index_folder
 from verl_bpo.sandbox.base import SandboxError, TaskError
+from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
 KEPT_FROM = 16 * 2**20
 """Of a corpus of so many bytes the index is kept on disk."""
@@ -142,7 +143,8 @@ def open_retriever(name: str, timeout: float) -> Retriever:
     """The retriever that ``name`` stands for: an ``http(s)`` URL or the path of a corpus. A corpus is opened once a process.
 
     Raises:
-        TaskError, ImportError: as of :class:`CorpusRetriever`.
+        TaskError: as of :class:`CorpusRetriever`.
+        EnvironmentUnavailable: a package that BM25 needs isn't installed.
     """
     if name.startswith(("http://", "https://")):
         return ServerRetriever(name, timeout)
@@ -151,8 +153,11 @@ def open_retriever(name: str, timeout: float) -> Retriever:
         state = path.stat()
     except OSError as error:
         raise TaskError(f"no corpus {path} ({error.strerror}): a JSONL file of id and contents") from None
-    with _OPENING:
-        return _opened(path, state.st_mtime_ns, state.st_size)
+    try:
+        with _OPENING:
+            return _opened(path, state.st_mtime_ns, state.st_size)
+    except ImportError as error:
+        raise EnvironmentUnavailable(f"environment 'search' can't search {path}: {error}") from error
 
 
 @lru_cache(maxsize=4)
