@@ -7,7 +7,7 @@ import pytest
 from shells import need_isolation
 
 from verl_bpo.commands import main as cli
-from verl_bpo.commands.check_env import check_environment
+from verl_bpo.commands.check_env import check_environment, tried
 from verl_bpo.envs.textworld.generate import make_textworld_games
 from verl_bpo.sandbox.loading import load_environment
 
@@ -180,3 +180,26 @@ def test_only_what_is_declared_is_left_out(world, extra, ok):
     report = check_environment(f"{BAD}:{world}", ["desk"], {"extra": extra}, max_turns=1)
     found = [detail for name, held, detail in report.findings if not held and name == "determinism"]
     assert bool(found) is not ok, report.render()
+
+
+def test_tools_and_async_environments_are_played_by_calls(tmp_path):
+    cups = f"trl:{Path(__file__).parents[2] / 'recipes' / 'extend' / 'cups.py'}:Cups"
+    report = check_environment(cups, ["train-0", "train-1"])
+    assert report.ok, report.render()
+    assert report.backends == {"fork": "", "memory": "", "replay": ""}
+
+
+def test_calls_that_are_tried_are_right_and_wrong_ones():
+    kind = {"cup": {"type": "string", "enum": ["red", "blue"]}, "times": {"type": "integer"}}
+    parameters = {"type": "object", "properties": kind, "required": ["cup"]}
+    tool = {"type": "function", "function": {"name": "lift", "description": "Lift.", "parameters": parameters}}
+    assert [str(action) for action in tried([tool])] == [
+        'lift({"cup": "red", "times": 0})',
+        'lift({"cup": "blue", "times": 1})',
+        'lift({"cup": "red", "times": 5})',
+        'lift({"no such argument": 1})',
+        "no_such_tool({})",
+        'lift({"cup": "red", "times": 0})\nlift({"cup": "blue", "times": 1})',
+        "That is all.",
+    ]
+    assert tried(()) == ()

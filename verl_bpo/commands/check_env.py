@@ -29,15 +29,20 @@ from typing import Any, NamedTuple
 
 from verl_bpo.commands.environment import add_environment, environment_kwargs
 from verl_bpo.sandbox.answers import received
+from verl_bpo.sandbox.asynchronous import settled
 from verl_bpo.sandbox.base import Environment, Observation, Sandbox, SandboxError, SnapshotUnsupported
 from verl_bpo.sandbox.loading import BACKENDS, list_tasks, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
+from verl_bpo.sandbox.tools import Schema, name_of, properties_of
+from verl_bpo.sandbox.turns import Action, ToolCall, ToolCalls
 from verl_bpo.sandbox.volatile import hide
 
 NONSENSE = ("", "xyzzy", "go [to] <nowhere>\n\\ \x00", "ä" * 300)
 """What a policy may say that no world understands."""
 GENERIC = ("look", "help", "wait", "yes", "no", "1", "2", "3")
 """Actions tried where an environment doesn't list its own and has no expert."""
+_VALUES = {"integer": (0, 1, 5), "number": (0.5, 2.0), "boolean": (True, False), "array": ([],), "object": ({},)}
+"""Arguments of tools that are tried, by their types; texts are ``a``."""
 COMMANDS = (
     "ls -la . /tmp",
     "date; date +%s",
@@ -72,7 +77,7 @@ class Episode:
     task: str
     kind: str
     """``random`` or ``expert``."""
-    actions: list[str]
+    actions: list[Action]
     turns: list[Turn]
     digests: list[dict[str, str] | None]
     """Of the environment, at each turn."""
@@ -196,13 +201,13 @@ class _Checker:
         for number, task in enumerate(self.tasks):
             environment = self.make()
             try:
-                first = _looked_at(environment.reset(task, self.seed), f"task {task}, reset")
+                first = _looked_at(settled(environment.reset(task, self.seed)), f"task {task}, reset")
                 if first.done:
                     raise Difference(f"task {task} is over as soon as it is reset: reset must return a state to act in")
                 expert = environment.expert_actions()
                 self._record(environment, task, "random", None, random.Random(f"{self.seed}/{number}"), first)
                 if expert:
-                    again = environment.reset(task, self.seed)
+                    again = settled(environment.reset(task, self.seed))
                     self._record(environment, task, "expert", expert, random.Random(0), again)
                     self._expert_wins(self.episodes[-1])
             finally:
@@ -216,17 +221,18 @@ class _Checker:
         environment: Environment,
         task: str,
         kind: str,
-        actions: Sequence[str] | None,
+        actions: Sequence[Action] | None,
         rng: random.Random,
-        observation: Observation,
+        first: Observation,
     ) -> None:
-        episode = Episode(task, kind, [], [self._turn(observation)], [environment.digest()])
+        observation = first
+        episode = Episode(task, kind, [], [self._turn(first)], [environment.digest()])
         while not observation.done and len(episode.actions) < (self.max_turns if actions is None else len(actions)):
-            offered = observation.actions or (() if self.by_commands else GENERIC)
+            offered = observation.actions or tried(first.tools) or (() if self.by_commands else GENERIC)
             offered += COMMANDS if self.by_commands else ()
             action = rng.choice(offered) if actions is None else actions[len(episode.actions)]
-            where = f"task {task}, {kind} episode, turn {len(episode.actions) + 1} ({action!r})"
-            observation = _looked_at(environment.step(action), where)
+            where = f"task {task}, {kind} episode, turn {len(episode.actions) + 1} ({str(action)!r})"
+            observation = _looked_at(settled(environment.step(action)), where)
             episode.actions.append(action)
             episode.turns.append(self._turn(observation))
             episode.digests.append(environment.digest())
@@ -241,9 +247,9 @@ class _Checker:
             )
 
     def _replay(self, environment: Environment, episode: Episode, why: str) -> None:
-        _same(episode, 0, self._turn(environment.reset(episode.task, self.seed)), why)
+        _same(episode, 0, self._turn(settled(environment.reset(episode.task, self.seed))), why)
         for number, action in enumerate(episode.actions, 1):
-            _same(episode, number, self._turn(environment.step(action)), why)
+            _same(episode, number, self._turn(settled(environment.step(action))), why)
 
     def _turn(self, observation: Observation) -> Turn:
         return _turn(observation, self.volatile)
@@ -271,7 +277,7 @@ class _Checker:
             "env": self.env,
             "kwargs": self.kwargs,
             "seed": self.seed,
-            "episodes": [[episode.task, episode.actions] for episode in self.episodes],
+            "episodes": [[episode.task, list(map(_plain, episode.actions))] for episode in self.episodes],
         }
         environment = {**os.environ, "PYTHONHASHSEED": "7"}
         done = subprocess.run(
@@ -298,9 +304,9 @@ class _Checker:
         environment = self.make()
         try:
             for action in NONSENSE:
-                environment.reset(self.tasks[0], self.seed)
+                settled(environment.reset(self.tasks[0], self.seed))
                 try:
-                    observation = environment.step(action)
+                    observation = settled(environment.step(action))
                 except Exception as error:
                     raise Difference(
                         f"step({action!r}) raised {type(error).__name__}: {error}. A policy says such things: answer in "
@@ -437,11 +443,11 @@ class _Checker:
         environments = [self.make() for _ in self.episodes]
         try:
             for environment, episode in zip(environments, self.episodes):
-                _same(episode, 0, self._turn(environment.reset(episode.task, self.seed)), why)
+                _same(episode, 0, self._turn(settled(environment.reset(episode.task, self.seed))), why)
             for number in range(max(len(episode.actions) for episode in self.episodes)):
                 for environment, episode in zip(environments, self.episodes):
                     if number < len(episode.actions):
-                        _same(episode, number + 1, self._turn(environment.step(episode.actions[number])), why)
+                        _same(episode, number + 1, self._turn(settled(environment.step(episode.actions[number]))), why)
         finally:
             for environment in environments:
                 environment.close()
@@ -450,8 +456,8 @@ class _Checker:
     def _close(self) -> str:
         def once() -> None:
             environment = self.make()
-            environment.reset(self.tasks[0], self.seed)
-            environment.step(self.episodes[0].actions[0])
+            settled(environment.reset(self.tasks[0], self.seed))
+            settled(environment.step(self.episodes[0].actions[0]))
             environment.close()
 
         once()  # libraries open what they keep
@@ -503,6 +509,33 @@ class _Checker:
         finally:
             tracemalloc.stop()
             sandbox.close()
+
+
+def tried(tools: Sequence[Schema]) -> tuple[Action, ...]:
+    """What to try where there are tools: right calls, by what their schemas say of the arguments, wrong ones, two at once,
+    and an answer without a call."""
+    calls = []
+    for tool in tools:
+        values = [
+            [(name, value) for value in kind.get("enum") or _VALUES.get(kind.get("type"), ("a",))]
+            for name, kind in properties_of(tool).items()
+        ]
+        longest = max(map(len, values), default=1)
+        for number in range(longest):
+            calls.append(ToolCall(name_of(tool), dict(each[number % len(each)] for each in values)))
+        calls.append(ToolCall(name_of(tool), {"no such argument": 1}))
+    if not calls:
+        return ()
+    calls.append(ToolCall("no_such_tool", {}))
+    return (*(ToolCalls((call,)) for call in calls), ToolCalls(tuple(calls[:2])), "That is all.")
+
+
+def _plain(action: Action) -> Any:
+    return action if isinstance(action, str) else [[call.name, dict(call.arguments)] for call in action.calls]
+
+
+def _unplain(action: Any) -> Action:
+    return action if isinstance(action, str) else ToolCalls(tuple(ToolCall(*call) for call in action))
 
 
 def _looked_at(observation: Any, where: str) -> Observation:
@@ -564,7 +597,7 @@ def _same_state(episode: Episode, number: int, digest: dict[str, str] | None, wh
 
 
 def _place(episode: Episode, number: int) -> str:
-    before = f"turn {number} ({episode.actions[number - 1]!r})" if number else "reset"
+    before = f"turn {number} ({str(episode.actions[number - 1])!r})" if number else "reset"
     return f"task {episode.task}, {episode.kind} episode, {before}"
 
 
@@ -605,7 +638,7 @@ def _held() -> dict[str, int]:
 
 def _timed(samples: list[float], call: Callable, *arguments: Any) -> Any:
     start = time.process_time()
-    result = call(*arguments)
+    result = settled(call(*arguments))
     samples.append(1e3 * (time.process_time() - start))
     return result
 
@@ -616,8 +649,8 @@ def _play_job() -> None:
     environment = load_environment(job["env"])(**job["kwargs"])
     volatile, traces = environment.volatile, []
     for task, actions in job["episodes"]:
-        turns = [_turn(environment.reset(task, job["seed"]), volatile)]
-        traces.append([*turns, *(_turn(environment.step(action), volatile) for action in actions)])
+        turns = [_turn(settled(environment.reset(task, job["seed"])), volatile)]
+        traces.append([*turns, *(_turn(settled(environment.step(_unplain(action))), volatile) for action in actions)])
     environment.close()
     print(json.dumps(traces))
 

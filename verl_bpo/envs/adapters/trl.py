@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
+from verl_bpo.envs.adapters.rows import row_for, row_numbers
 from verl_bpo.sandbox.base import Observation, Row, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_module, subclass_for
 from verl_bpo.sandbox.tools import Schema, ToolEnvironment
@@ -51,6 +52,7 @@ class TrlEnvironment(ToolEnvironment):
     seed, and belong to the branch.
 
     Args:
+        rows: a file of rows; a task is then the number of one, where no trainer hands it over.
         reward_each_turn: ask ``get_reward`` after each turn, and reward the difference, so that an episode that a limit cuts
             has what it earned. False asks once, when the model answers without a call: for a judge that takes its time.
 
@@ -60,23 +62,23 @@ class TrlEnvironment(ToolEnvironment):
 
     source: type
 
-    def __init__(self, reward_each_turn: bool = True) -> None:
-        self._inner = self.source()
+    def __init__(self, rows: str | None = None, reward_each_turn: bool = True) -> None:
+        self._inner, self._rows = self.source(), rows
         self._each, self._earned = reward_each_turn, 0.0
         names = [name for name, _ in inspect.getmembers(self.source, inspect.isfunction)]
         self._schemas = tuple(self._schema(name) for name in names if name not in OWN and not name.startswith("_"))
         self._chance: tuple[Any, Any] | None = None
 
     @classmethod
-    def tasks(cls, split: str = "train", count: int = TASKS, **_: Any) -> list[str]:
-        return [f"{split}-{number}" for number in range(count)]
+    def tasks(cls, split: str = "train", rows: str | None = None, **_: Any) -> list[str]:
+        return row_numbers(rows) if rows else [f"{split}-{number}" for number in range(TASKS)]
 
     def tools(self) -> Sequence[Schema]:
         return self._schemas
 
     async def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         self._chance = None
-        row = dict(row or {})
+        row = row_for(task, row, self._rows)
         columns = {**(row.get("extra_info") or {}), **row}
         taken = inspect.signature(self._inner.reset).parameters
         if not any(kind.kind is kind.VAR_KEYWORD for kind in taken.values()):
@@ -84,8 +86,7 @@ class TrlEnvironment(ToolEnvironment):
         with self._own_chance(crc32(f"{task}/{seed}".encode())):
             told = await _awaited(self._inner.reset(**columns))
             self._earned = await self._reward() if self._each else 0.0
-        own = (row.get("reward_model") or {}).get("style") != "environment"
-        messages = [Message(m["role"], _text(m["content"])) for m in row.get("prompt") or () if own]
+        messages = [Message(m["role"], _text(m["content"])) for m in row.get("prompt") or ()]
         if told is not None:
             messages.append(Message("user", (messages.pop().content if messages else "") + _text(told)))
         if not messages:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from verl_bpo.envs.adapters.rows import row_for, row_numbers
 from verl_bpo.sandbox.asynchronous import settled
 from verl_bpo.sandbox.base import Observation, Row, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, subclass_for
@@ -52,13 +53,17 @@ class VerlToolsEnvironment(ToolEnvironment):
     for ``execute``, ``calc_reward`` and ``release`` (``execute_kwargs`` ...). An episode earns what ``execute`` gives at each
     call, and what ``calc_reward`` gives when the model answers without a call.
 
+    Args:
+        rows: a file of rows; a task is then the number of one, where no trainer hands it over.
+
     (verl's own agent loop makes an instance for each call, and never asks ``calc_reward``.)
     """
 
     parts: tuple[tuple[type, Mapping[str, Any], Mapping[str, Any] | None], ...]
     """Class, config and schema of each tool."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: str | None = None) -> None:
+        self._rows = rows
         self._tools = {tool.name: tool for tool in (_made(*part) for part in self.parts)}
         self._schemas = tuple(
             tool.get_openai_tool_schema().model_dump(exclude_unset=True, exclude_none=True)
@@ -67,12 +72,20 @@ class VerlToolsEnvironment(ToolEnvironment):
         self._ids: dict[str, str] = {}
         self._kwargs: Mapping[str, Any] = {}
 
+    @classmethod
+    def tasks(cls, split: str = "train", rows: str | None = None, **_: Any) -> list[str]:
+        if rows is None:
+            raise TaskError(
+                'the tasks of a tool file are rows of a prompt file: name it, --kwargs \'{"rows": "FILE"}\''
+            )
+        return row_numbers(rows)
+
     def tools(self) -> Sequence[Schema]:
         return self._schemas
 
     async def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
         await self._release()
-        row = row or {}
+        row = row_for(task, row, self._rows)
         self._kwargs = (row.get("extra_info") or {}).get("tools_kwargs") or {}
         self._ids = {}
         for name, tool in self._tools.items():
