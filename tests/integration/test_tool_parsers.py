@@ -5,6 +5,8 @@ import functools
 import pytest
 from call_forms import OWN, REAL, TOOLS, make_tokenizer, real_template
 
+from verl_bpo.config.schema import build
+from verl_bpo.generation.play import Play
 from verl_bpo.integration.tool_parsers import VerlParser, find_parser
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox import Message, Observation, ToolCall, ToolCalls
@@ -200,3 +202,15 @@ def test_a_parser_that_is_none_of_verls_is_told():
 def test_the_window_has_no_tools():
     with pytest.raises(ValueError, match="context=full"):
         PromptConfig(template="tools", context="window")
+
+
+def test_training_validation_and_evaluation_ask_one_place_for_the_prompter():
+    tokenizer = prompter_of("hermes").tokenizer
+    play = Play(build({"prompt": {"template": "tools"}}, "plain"))
+    prompter = play.prompter(tokenizer, find_parser=find_parser)
+    assert (type(prompter), prompter.parser.name) == (ToolPrompter, "hermes")
+    assert prompter.first(START) == prompter_of("hermes").first(START)
+    with pytest.raises(ConfigError, match="needs verl's tool parsers"):
+        play.prompter(tokenizer)
+    named = Play(build({"prompt": {"template": "tools", "tool_parser": "qwen3_coder"}}, "plain"))
+    assert named.prompter(tokenizer, find_parser=find_parser).parser.name == "qwen3_coder"
