@@ -57,16 +57,24 @@ class History:
     volatile: Mapping[str, str] = field(default_factory=dict)
     """What answers may differ in, see :class:`verl_bpo.sandbox.Environment`."""
     row: Row | None = None
+    seconds: float = 0.0
+    """How long it took."""
 
     @classmethod
     def start(
-        cls, task: str, seed: int, observation: Observation, volatile: Mapping[str, str], row: Row | None = None
+        cls,
+        task: str,
+        seed: int,
+        observation: Observation,
+        volatile: Mapping[str, str],
+        row: Row | None = None,
+        seconds: float = 0.0,
     ) -> History:
-        return cls(task, seed, Fingerprint.of(observation, volatile), volatile=volatile, row=row)
+        return cls(task, seed, Fingerprint.of(observation, volatile), volatile=volatile, row=row, seconds=seconds)
 
-    def then(self, action: Action, observation: Observation) -> History:
-        answer = Fingerprint.of(observation, self.volatile)
-        return replace(self, actions=(*self.actions, action), answers=(*self.answers, answer))
+    def then(self, action: Action, observation: Observation, seconds: float = 0.0) -> History:
+        answer, seconds = Fingerprint.of(observation, self.volatile), self.seconds + seconds
+        return replace(self, actions=(*self.actions, action), answers=(*self.answers, answer), seconds=seconds)
 
     def replay(
         self, reset: Callable[[str, int, Row | None], Observation], step: Callable[[Action], Observation]

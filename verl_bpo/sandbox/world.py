@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_HUNG = 3
 """Calls in a row that may hang before a world is given up."""
+_SLOWER = 3
+"""Playing steps again may take so many times as long as they took at first."""
 _MOST_LATE = 2
 """Forks of one request that may hang before those that weren't tried count as lost, too."""
 
@@ -197,9 +200,12 @@ class _WorldSandbox(Sandbox):
             self._forget("its reset failed")
             world._ready()
             key = next(world._ids)
+            started = time.monotonic()
             observation = world._call("reset", key, task, seed, row, timeout=world._pool.reset_timeout)
             self._key, self._generation = key, world.generation
-            self._history = History.start(task, seed, observation, world._pool.volatile, row)
+            self._history = History.start(
+                task, seed, observation, world._pool.volatile, row, time.monotonic() - started
+            )
             return observation
 
     def step(self, action: Action) -> Observation:
@@ -207,13 +213,14 @@ class _WorldSandbox(Sandbox):
         with world._turn(self._task, self._turns + 1):
             self._wake()
             self.env_steps += 1
+            started = time.monotonic()
             try:
                 observation = world._call("step", self._key, action, timeout=world._pool.step_timeout)
             except SandboxError as error:
                 self._forget(f"its last step failed ({error})")
                 raise
             world._hung = 0
-            self._history = self._history.then(action, observation)
+            self._history = self._history.then(action, observation, time.monotonic() - started)
             return observation
 
     def digest(self) -> dict[str, str] | None:
@@ -297,7 +304,9 @@ class _WorldSnapshot(Snapshot):
             with world._turn(self._history.task, len(self._history.actions)):
                 rebuilt = self._wake()
                 keys = [next(world._ids) for _ in range(count)]
-                timeout = pool.reset_timeout if pool.backend.replays else pool.step_timeout
+                timeout = pool.step_timeout
+                if pool.backend.replays:  # one that hangs is told from one that takes its time again
+                    timeout = min(pool.reset_timeout, timeout + _SLOWER * self._history.seconds)
                 answers, replayed = world._call("fork", self._key, keys, timeout=timeout)
                 if len(answers) != count:
                     raise SandboxError(f"{count} forks were asked for and {len(answers)} came")
