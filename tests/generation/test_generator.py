@@ -213,9 +213,56 @@ def test_released_memory_comes_back_on_demand(model):
     prompt = prompts(1)[0]
     batcher.generate([prompt], SamplingParams(max_tokens=4))
     batcher.release_memory()
-    assert batcher.rows.kv.numel() == 0
+    assert batcher.rows.memory == 0
     (completion,) = batcher.generate([prompt], SamplingParams(max_tokens=4))
     assert_exact(model, prompt, completion)
+
+
+# --- rows of keys and values -----------------------------------------------------------------------------------------
+
+
+def cell_bytes(batcher: ContinuousBatcher) -> int:
+    layers, heads, width = batcher.rows.cell
+    return 2 * layers * heads * width * batcher.rows.dtype.itemsize
+
+
+def test_memory_and_attention_follow_the_sum_of_the_lengths_not_the_longest(model):
+    """One request of 420 tokens among 23 of about 90; all but the shortest grow over several shelves."""
+    batcher = ContinuousBatcher(model, max_num_seqs=24)
+    asked = [*prompts(12, 80, 100, seed=5), *prompts(1, 420, 420, seed=6), *prompts(11, 80, 100, seed=7)]
+    params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(24)]
+    futures = [batcher.submit(*request) for request in zip(asked, params)]
+    attended = used = 0
+    while batcher.busy:
+        batcher.step()
+        stored = [r.stored for r in batcher.running]
+        assert batcher.rows.memory <= 1.5 * sum(stored) * cell_bytes(batcher)
+        if batcher.running:
+            attended += sum(len(d.tokens) * d.longest for d in batcher.rows.plan(stored, []).decodes)
+            used += sum(stored) + len(stored)
+    assert attended <= 1.25 * used
+    for prompt, future in zip(asked, futures):
+        assert_exact(model, prompt, future.result(timeout=0))
+
+
+def test_many_requests_leave_no_memory_behind(model):
+    batcher = ContinuousBatcher(model, [EOS], max_num_seqs=8, prefix_cache_tokens=64, block_size=4)
+    asked = prompts(150, 1, 60, seed=9)
+    for _ in range(2):
+        batcher.generate(asked, [SamplingParams(max_tokens=1 + i % 9) for i in range(len(asked))])
+        assert batcher.rows.memory == 0
+        assert not batcher.rows.shelves
+        assert not batcher.rows.places
+        assert len(batcher.prefixes.index) + len(batcher.prefixes.free) == batcher.prefixes.capacity == 16
+
+
+def test_a_failure_frees_the_rows(model):
+    batcher = ContinuousBatcher(model, [EOS])
+    future = batcher.submit(prompts(1)[0], SamplingParams(max_tokens=9, ignore_eos=True))
+    batcher.step()
+    batcher.fail(MemoryError("no memory"))
+    assert isinstance(future.exception(timeout=0), MemoryError)
+    assert batcher.rows.memory == 0
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------

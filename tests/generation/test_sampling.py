@@ -59,6 +59,39 @@ def test_cut_distributions_are_normalised_again(params, kept):
     assert entropy == pytest.approx(torch.special.entr(probs).sum().item(), abs=1e-6)
 
 
+def cut_by_full_sort(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+    """One row by the definition: sort tokens, keep the first of them, stable among equals."""
+    ordered, order = logits.sort(descending=True, stable=True)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if p.min_p:
+        kept &= ordered >= ordered[0] + math.log(p.min_p)
+    if p.top_k > 0:
+        kept &= torch.arange(len(ordered)) < p.top_k
+    probs = ordered.masked_fill(~kept, float("-inf")).softmax(-1)
+    if p.top_p < 1:
+        kept &= probs.cumsum(-1) - probs < p.top_p
+    kept[0] = True
+    return logits.masked_fill(~torch.zeros_like(kept).scatter(0, order, kept), float("-inf"))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 6.0])
+def test_cuts_of_a_large_vocabulary_are_those_of_a_full_sort(spread):
+    """With equal logits too: all of them (spread 0), or many at the edge (rounded to sixteenths)."""
+    logits = (16 * spread * torch.randn(3, 20000, generator=torch.Generator().manual_seed(1))).round() / 16
+    logits[2, ::3] = float("-inf")
+    cuts = [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {"top_p": 0.5, "top_k": 7, "min_p": 0.01}, {"top_k": 30000}]
+    for cut in cuts:
+        params = SamplingParams(**cut)
+        uniforms = [0.05, 0.5, 0.95]
+        _, _, entropies = found = sample(logits, [params] * 3, uniforms)
+        expected = torch.stack([cut_by_full_sort(row, params) for row in logits])
+        plain = sample(expected, [SamplingParams()] * 3, uniforms)
+        assert found[0] == plain[0]
+        assert found[1] == pytest.approx(plain[1], abs=1e-5)
+        probs = expected.softmax(-1)
+        assert entropies == pytest.approx(torch.special.entr(probs).sum(-1).tolist(), abs=1e-3)
+
+
 def test_rows_do_not_influence_each_other():
     params = [SamplingParams(), SamplingParams(top_k=2), SamplingParams(temperature=0.3), SamplingParams(temperature=0)]
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))

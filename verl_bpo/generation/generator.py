@@ -193,6 +193,7 @@ class ContinuousBatcher:
         """End all requests with an error."""
         requests, self.running = [*self.running, *self.waiting], []
         self.waiting.clear()
+        self.rows.release()
         for request in requests:
             request.future.set_exception(error)
 
@@ -223,7 +224,7 @@ class ContinuousBatcher:
         self.running = requests = decoding + admitted
         if not requests:
             return
-        self.rows.reserve(len(requests), max(r.stored for r in requests) + 1, used=len(decoding))
+        self.rows.reserve([r.stored + 1 for r in requests])
         for row, request in enumerate(admitted, start=len(decoding)):
             self.prefixes.load(self.rows, row, request.keys[: request.cached // self.prefixes.block])
         plan = self.rows.plan([r.stored for r in decoding], [(r.cached, len(r.prompt)) for r in admitted])
@@ -295,14 +296,13 @@ class ContinuousBatcher:
         return any(s in text and s not in before for s in request.params.stop)
 
     def _leave(self, request: _Request) -> None:
-        """Free the request's row; the last row moves into it. Its keys become a prefix for others."""
+        """Free the request's row; the last one takes its number. Its keys become a prefix for others."""
         row, last = self.running.index(request), self.running[-1]
         if request.epoch == self._epoch and self.prefixes.capacity:
             known = (request.prompt + request.output)[: request.stored]
             self.prefixes.store(self.rows, row, self.prefixes.keys(known, request.keys))
-        if last is not request:
-            self.rows.move(len(self.running) - 1, row, last.stored)
-            self.running[row] = last
+        self.rows.drop(row)
+        self.running[row] = last
         self.running.pop()
 
     def _finish(self, request: _Request, reason: str) -> None:

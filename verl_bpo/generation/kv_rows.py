@@ -7,7 +7,7 @@ takes the place of the model's attention, gives each token the keys of its own s
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -32,11 +32,60 @@ _PROBE = [3, 1, 2]
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
+class Shelf:
+    """Rows of one capacity, together in one tensor a layer, so that one call attends for all of them.
+
+    ``layers``: per layer ``(2, slots, capacity, heads, width)``; the slots in use are the first ``len(rows)``.
+    """
+
+    def __init__(self, layers: int, capacity: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        self.capacity = capacity
+        self.layers = [torch.zeros((2, 0, capacity, heads, width), dtype=dtype) for _ in range(layers)]
+        self.rows: list[int] = []
+        """The row in each slot."""
+
+    @property
+    def slots(self) -> int:
+        return self.layers[0].shape[1]
+
+    def resize(self, slots: int) -> None:
+        used = len(self.rows)
+        for index, old in enumerate(self.layers):  # one at a time: only one layer is held twice
+            # Zeros, not empty: a masked key has weight 0, and 0 times a NaN found in fresh memory is NaN.
+            new = old.new_zeros((2, slots, *old.shape[2:]))
+            new[:, :used] = old[:, :used]
+            self.layers[index] = new
+
+    def make_room(self, count: int) -> None:
+        needed = len(self.rows) + count
+        if needed > self.slots:
+            self.resize(needed + needed // _SPARE)
+
+    def trim(self) -> None:
+        """Give memory back when over a fifth of it is not in use."""
+        if 4 * self.slots > 5 * len(self.rows):
+            self.resize(len(self.rows) + len(self.rows) // _SPARE)
+
+
+_SPARE = 8
+"""A shelf that is full grows by one more slot for every so many in use."""
+_STEP = 16
+
+
+def capacity_for(tokens: int) -> int:
+    """Tokens of the smallest shelf that holds so many: at most a fifth more, or 16."""
+    capacity = _STEP
+    while capacity < tokens:
+        capacity += max(_STEP, capacity // 5 // _STEP * _STEP)
+    return capacity
+
+
 @dataclass
 class Prefill:
-    """A prompt's uncached tokens: ``start:stop`` of the packed tokens; with them row ``row`` has ``length`` tokens."""
+    """A prompt's uncached tokens: ``start:stop`` of the packed tokens; with them its row has ``length`` tokens."""
 
-    row: int
+    shelf: Shelf
+    slot: int
     start: int
     stop: int
     length: int
@@ -45,22 +94,36 @@ class Prefill:
 
 
 @dataclass
-class PackedStep:
-    """Where the packed tokens of one forward pass belong: first one token for each of rows ``0..decoding - 1``, then
-    prompts."""
+class Decode:
+    """One token for each of the rows on a shelf's first slots."""
 
-    rows: torch.Tensor
+    shelf: Shelf
+    tokens: torch.Tensor
+    """Of each slot, the index of its packed token."""
+    positions: torch.Tensor
+    longest: int
+    """Most tokens in one of these rows, the new one included."""
+    mask: torch.Tensor
+    """Additive ``(slots, 1, 1, longest)``."""
+
+
+@dataclass
+class PackedStep:
+    """Where the packed tokens of one forward pass belong: first one token for each decoding row, then prompts."""
+
     positions: torch.Tensor
     decoding: int
-    longest: int
-    """Most tokens in a decoding row, the new one included."""
-    mask: torch.Tensor | None
-    """Additive ``(decoding, 1, 1, longest)``."""
+    """Number of decoding rows."""
+    decodes: list[Decode]
     prefills: list[Prefill]
 
 
 class KVRows(Cache):
-    """``kv``: ``(layers, 2, rows, tokens, heads, width)``, grown by doubling; rows in use are the first ones."""
+    """Rows of keys and values, numbered from 0, on shelves by their length.
+
+    A row that outgrows its shelf moves to the next, a fifth longer. So memory follows the sum of the lengths, and a decoding
+    row attends over little more than its own tokens, whatever the length of the longest.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find out the model's cache layout, and that it computes packed tokens as it does plain ones.
@@ -84,16 +147,23 @@ class KVRows(Cache):
             raise self._unsupported(model, "does not use transformers' attention interface")
         (_, heads, _, key_width), (_, _, _, self.value_width) = shapes.pop()
         # One width for both: values of latent attention are narrower than their keys.
-        width = max(key_width, self.value_width)
         self.key_width = key_width
-        self.kv = torch.zeros((len(probe.layers), 2, 0, 0, heads, width), dtype=model.dtype)
+        self.cell = (len(probe.layers), heads, max(key_width, self.value_width))
+        """Layers, heads and width."""
+        self.dtype = model.dtype
+        self.shelves: dict[int, Shelf] = {}
+        """By capacity."""
+        self.places: list[tuple[Shelf, int]] = []
+        """Of each row, its shelf and its slot there."""
         self.step: PackedStep | None = None
+        self.layer = 0
+        """The layer that was written last: the one whose attention runs."""
         self._check(model, plain)
 
     @torch.inference_mode()
     def _check(self, model: PreTrainedModel, plain: torch.Tensor) -> None:
         """Two prompts and one decode step, packed, against the plain forward pass of one of them."""
-        self.reserve(2, len(_PROBE), used=0)
+        self.reserve([len(_PROBE)] * 2)
         try:
             self.forward(model, _PROBE[:1] + _PROBE[:-1], self.plan([], [(0, 1), (0, len(_PROBE) - 1)]))
             packed = self.forward(model, _PROBE[1:2] + _PROBE[-1:], self.plan([1, len(_PROBE) - 1], []))[1]
@@ -112,24 +182,77 @@ class KVRows(Cache):
     def _unsupported(model: PreTrainedModel, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{GENERATOR.name}: {type(model).__name__} {what}: {GENERATOR.instead}")
 
-    def reserve(self, rows: int, tokens: int, used: int) -> None:
-        """Make room for ``rows`` rows of ``tokens`` tokens; keep the first ``used`` rows' content."""
-        layers, two, old_rows, old_tokens, heads, dim = self.kv.shape
-        if rows <= old_rows and tokens <= old_tokens:
-            return
-        new_rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
-        new_tokens = old_tokens if tokens <= old_tokens else max(tokens, 2 * old_tokens, 256)
-        # Zeros, not empty: a masked key has weight 0, and 0 times a NaN found in fresh memory is NaN.
-        grown = torch.zeros((layers, two, new_rows, new_tokens, heads, dim), dtype=self.kv.dtype)
-        grown[:, :, :used, :old_tokens] = self.kv[:, :, :used]
-        self.kv = grown
+    @property
+    def memory(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for shelf in self.shelves.values() for layer in shelf.layers)
 
-    def move(self, source: int, target: int, tokens: int) -> None:
-        self.kv[:, :, target, :tokens] = self.kv[:, :, source, :tokens]
+    def reserve(self, tokens: list[int]) -> None:
+        """Make room for so many tokens in each row; rows beyond those there are become new ones."""
+        moving = []
+        for row, count in enumerate(tokens):
+            if row >= len(self.places) or count > self.places[row][0].capacity:
+                moving.append((row, capacity_for(count)))
+        for capacity, count in Counter(capacity for _, capacity in moving).items():
+            if capacity not in self.shelves:
+                layers, heads, width = self.cell
+                self.shelves[capacity] = Shelf(layers, capacity, heads, width, self.dtype)
+            self.shelves[capacity].make_room(count)
+        for row, capacity in moving:
+            shelf = self.shelves[capacity]
+            place = shelf, len(shelf.rows)
+            shelf.rows.append(row)
+            if row == len(self.places):
+                self.places.append(place)
+                continue
+            old, slot = self.places[row]
+            for source, target in zip(old.layers, shelf.layers):
+                target[:, place[1], : old.capacity] = source[:, slot]
+            self._vacate(old, slot)
+            self.places[row] = place
+        self._trim()
+
+    def drop(self, row: int) -> None:
+        """Free a row; the last one takes its number."""
+        self._vacate(*self.places[row])
+        last = self.places.pop()
+        if row < len(self.places):
+            self.places[row] = last
+            last[0].rows[last[1]] = row
+        self._trim()
+
+    def _vacate(self, shelf: Shelf, slot: int) -> None:
+        """Free a slot; what is in the shelf's last one moves into it."""
+        last, row = len(shelf.rows) - 1, shelf.rows.pop()
+        if slot == last:
+            return
+        for layer in shelf.layers:
+            layer[:, slot] = layer[:, last]
+        shelf.rows[slot] = row
+        self.places[row] = shelf, slot
+
+    def _trim(self) -> None:
+        for shelf in list(self.shelves.values()):
+            if shelf.rows:
+                shelf.trim()
+            else:
+                del self.shelves[shelf.capacity]
 
     def release(self) -> None:
-        """Give the memory back. Only while no row is in use."""
-        self.kv = self.kv.new_zeros((*self.kv.shape[:2], 0, 0, *self.kv.shape[4:]))
+        """Forget all rows and give their memory back."""
+        self.shelves.clear()
+        self.places.clear()
+
+    def write(self, row: int, cells: torch.Tensor) -> None:
+        """Set the first tokens of a row: ``(layers, 2, tokens, heads, width)``."""
+        shelf, slot = self.places[row]
+        for layer, values in zip(shelf.layers, cells):
+            layer[:, slot, : cells.shape[2]] = values
+
+    def read(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Some tokens of a row, ``(layers, 2, tokens, heads, width)``."""
+        shelf, slot = self.places[row]
+        return torch.stack([layer[:, slot, start:stop] for layer in shelf.layers])
 
     def plan(self, lengths: list[int], prompts: list[tuple[int, int]]) -> PackedStep:
         """Lay out one forward pass.
@@ -139,31 +262,25 @@ class KVRows(Cache):
             prompts: of each following row, its cached tokens and its tokens altogether.
         """
         decoding = len(lengths)
-        rows, positions = [np.arange(decoding)], [np.asarray(lengths, dtype=np.int64)]
-        prefills, start = [], decoding
+        decodes = []
+        for shelf in self.shelves.values():
+            rows = [row for row in shelf.rows if row < decoding]  # new rows stand behind them
+            if rows:
+                positions = torch.tensor([lengths[row] for row in rows])
+                longest = int(positions.max()) + 1
+                mask = torch.zeros((len(rows), longest), dtype=self.dtype)
+                mask.masked_fill_(torch.arange(longest) > positions[:, None], float("-inf"))
+                decodes.append(Decode(shelf, torch.tensor(rows), positions, longest, mask[:, None, None]))
+        positions, prefills, start = [torch.tensor(lengths, dtype=torch.long)], [], decoding
         for row, (cached, length) in enumerate(prompts, start=decoding):
             count = length - cached
-            rows.append(np.full(count, row))
-            positions.append(np.arange(cached, length))
+            positions.append(torch.arange(cached, length))
             mask = None
             if cached:
-                mask = torch.full((count, length), float("-inf"), dtype=self.kv.dtype).triu(cached + 1)
-            prefills.append(Prefill(row, start, start + count, length, mask))
+                mask = torch.full((count, length), float("-inf"), dtype=self.dtype).triu(cached + 1)
+            prefills.append(Prefill(*self.places[row], start, start + count, length, mask))
             start += count
-        longest, mask = 0, None
-        if decoding:
-            longest = max(lengths) + 1
-            hidden = torch.arange(longest) > torch.tensor(lengths)[:, None]
-            mask = torch.zeros((decoding, longest), dtype=self.kv.dtype).masked_fill_(hidden, float("-inf"))
-            mask = mask[:, None, None]
-        return PackedStep(
-            torch.from_numpy(np.concatenate(rows)),
-            torch.from_numpy(np.concatenate(positions)),
-            decoding,
-            longest,
-            mask,
-            prefills,
-        )
+        return PackedStep(torch.cat(positions), decoding, decodes, prefills)
 
     def forward(self, model: PreTrainedModel, token_ids: list[int], step: PackedStep) -> torch.Tensor:
         """Run the packed tokens; returns the logits after the last token of each row, ``(rows, vocabulary)``."""
@@ -176,19 +293,29 @@ class KVRows(Cache):
             past_key_values=self,
             use_cache=True,
             logits_to_keep=torch.tensor(last),
-            packed_step=step,
+            packed_rows=self,
         )
         return out.logits[0]
 
     # --- what transformers calls -----------------------------------------------------------------------------------
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Store the packed tokens' ``(1, heads, tokens, head dim)``; returns all rows of the layer."""
-        keys, values = self.kv[layer_idx]
-        keys, values = keys[..., : self.key_width], values[..., : self.value_width]
-        keys[self.step.rows, self.step.positions] = key_states[0].transpose(0, 1)
-        values[self.step.rows, self.step.positions] = value_states[0].transpose(0, 1)
-        return keys, values
+        """Store the packed tokens' ``(1, heads, tokens, head dim)``; returns them as they are."""
+        self.layer = layer_idx
+        for states, kind, width in ((key_states, 0, self.key_width), (value_states, 1, self.value_width)):
+            tokens = states[0].transpose(0, 1)
+            for d in self.step.decodes:
+                target = d.shelf.layers[layer_idx][kind, ..., :width]
+                target[torch.arange(len(d.tokens)), d.positions] = tokens[d.tokens]
+            for p in self.step.prefills:
+                cached = p.length - (p.stop - p.start)
+                p.shelf.layers[layer_idx][kind, p.slot, cached : p.length, :, :width] = tokens[p.start : p.stop]
+        return key_states, value_states
+
+    def stored(self, shelf: Shelf, slots: slice, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of this layer's first tokens in some slots, ``(slots, heads, tokens, their width)``."""
+        keys, values = shelf.layers[self.layer][:, slots, :tokens].transpose(2, 3)
+        return keys[..., : self.key_width], values[..., : self.value_width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -201,7 +328,7 @@ def row_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    packed_step: PackedStep | None = None,
+    packed_rows: KVRows | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed tokens over :class:`KVRows`; plain scaled dot product attention for any other call.
@@ -211,7 +338,7 @@ def row_attention(
 
     Args:
         query: ``(1, query heads, tokens, head dim)``.
-        key, value: all rows of the layer, ``(rows, tokens, heads, width of a key or a value)``.
+        key, value: the same tokens', ``(1, heads, tokens, width of a key or a value)``; those before are in ``packed_rows``.
 
     Returns:
         ``(1, tokens, query heads, width of a value)`` and None.
@@ -219,32 +346,32 @@ def row_attention(
     Raises:
         UnsupportedModel: the layer asks for more than a softmax of scaled dot products.
     """
-    if packed_step is None:
+    if packed_rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     refuse_odd_attention(module, kwargs)
-    parts = []
-    if count := packed_step.decoding:
-        heads, kv_heads, dim = query.shape[1], key.shape[2], query.shape[3]
-        out = scaled_dot_product_attention(
-            query[0, :, :count].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, dim),
-            key[:count, : packed_step.longest].transpose(1, 2),
-            value[:count, : packed_step.longest].transpose(1, 2),
-            attn_mask=packed_step.mask.expand(-1, -1, heads // kv_heads, -1),
+    heads, tokens, dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    out = query.new_empty((1, tokens, heads, value.shape[3]))  # contiguous: some models view it
+    for d in packed_rows.step.decodes:
+        count = len(d.tokens)
+        found = scaled_dot_product_attention(
+            query[0, :, d.tokens].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, dim),
+            *packed_rows.stored(d.shelf, slice(count), d.longest),
+            attn_mask=d.mask.expand(-1, -1, heads // kv_heads, -1),
             scale=scaling,
         )
-        parts.append(out.reshape(1, count, heads, value.shape[3]))
-    for p in packed_step.prefills:
-        out = scaled_dot_product_attention(
+        out[0, d.tokens] = found.reshape(count, heads, -1)
+    for p in packed_rows.step.prefills:
+        found = scaled_dot_product_attention(
             query[:, :, p.start : p.stop],
-            key[p.row : p.row + 1, : p.length].transpose(1, 2),
-            value[p.row : p.row + 1, : p.length].transpose(1, 2),
+            *packed_rows.stored(p.shelf, slice(p.slot, p.slot + 1), p.length),
             attn_mask=p.mask,
             is_causal=p.mask is None,
             scale=scaling,
             enable_gqa=True,
         )
-        parts.append(out.transpose(1, 2))
-    return torch.cat(parts, dim=1), None  # contiguous: some models view it
+        out[:, p.start : p.stop] = found.transpose(1, 2)
+    return out, None
 
 
 AttentionInterface.register(ROW_ATTENTION, row_attention)
@@ -260,10 +387,10 @@ class PrefixCache:
     """
 
     def __init__(self, rows: KVRows, tokens: int, block: int) -> None:
-        layers, two, _, _, heads, dim = rows.kv.shape
+        layers, heads, width = rows.cell
         self.block = block
         self.capacity = tokens // block
-        self.pool = torch.empty((self.capacity, layers, two, block, heads, dim), dtype=rows.kv.dtype)
+        self.pool = torch.empty((self.capacity, layers, 2, block, heads, width), dtype=rows.dtype)
         self.clear()
 
     def clear(self) -> None:
@@ -289,7 +416,7 @@ class PrefixCache:
         if not keys:
             return
         blocks = self.pool[[self.index[key] for key in keys]]
-        rows.kv[:, :, row, : len(keys) * self.block] = blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+        rows.write(row, blocks.permute(1, 2, 0, 3, 4, 5).flatten(2, 3))
 
     def store(self, rows: KVRows, row: int, keys: list[bytes]) -> None:
         """Keep the first ``len(keys)`` blocks of a row (fewer if the cache is smaller than that)."""
@@ -302,7 +429,7 @@ class PrefixCache:
         while len(self.free) < len(missing):
             self.free.append(self.index.popitem(last=False)[1])
         ids = [self.free.pop() for _ in missing]
-        new = rows.kv[:, :, row, held * self.block : len(keys) * self.block]
+        new = rows.read(row, held * self.block, len(keys) * self.block)
         self.pool[ids] = new.unflatten(2, (len(missing), self.block)).permute(2, 0, 1, 3, 4, 5)
         self.index.update(zip(missing, ids))
         self._touch(keys)
