@@ -76,8 +76,8 @@ def main() -> None:
         text for observations, actions in played for text in [o.text for o in observations] + list(map(str, actions))
     ]
     tokenizer = make_tokenizer([*texts, TEMPLATE, '<tool_call>{"name": "lift", "arguments": {"cup": "'], 512, r"\w+")
-    tokenizer.chat_template = TEMPLATE
-    prompter = ToolPrompter(tokenizer, PromptConfig(template="tools"), find_parser(tokenizer, "auto"))
+    tokenizer.chat_template, prompt = TEMPLATE, PromptConfig(template="tools")
+    prompter = ToolPrompter(tokenizer, prompt, find_parser(tokenizer, "auto"))
     examples = [example(prompter, *one) for one in played]
     model = make_model(tokenizer, 64, 2, 4)
     optimizer, source = torch.optim.AdamW(model.parameters(), lr=2e-3), batches(examples, 16, rng)
@@ -89,7 +89,8 @@ def main() -> None:
         optimizer.step()
         if step % 50 == 0:
             print(f"step {step}: {loss.item():.3f} nats a token")
-    save(model.eval(), tokenizer, prompter.end_of_turn_id, {"made by": "teach_calls.py", "env": args.env}, args.out)
+    record = {"options": {"prompt": prompt.model_dump(), "env": args.env}}
+    save(model.eval(), tokenizer, prompter.end_of_turn_id, record, args.out)
     print(f"{args.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {len(tokenizer)} tokens")
 
 
