@@ -49,5 +49,5 @@ lines = [json.loads(line)["data"] for line in open(sys.argv[1])]
 for data in lines:
     for key, value in data.items():
         if key.startswith("val-") and "/success/mean@" in key:
-            print(f"{int(data.get('compute/env_steps', 0)):>7} env steps, held out: {value:.1%} won")
+            print(f"{int(data.get('compute/env_steps', 0)):>7} env steps: {value:.1%} of the validation episodes won")
 PYTHON
