@@ -70,7 +70,7 @@ class BPOConfig(Options):
     sapo: SAPO = SAPO()
     estimator: dict[str, Any] = {}
     """Parameters of an advantage estimator of your own, ``algorithm.adv_estimator=file.py:Class``, or of ``tree_critic``,
-    ``gigpo``, ``hgpo`` or ``tree_grpo``."""
+    ``gigpo``, ``hgpo``, ``tree_grpo`` or ``state_graph``."""
     env: EnvConfig = EnvConfig()
     faults: FaultConfig = FaultConfig()
     prompt: PromptConfig = PromptConfig()
@@ -192,7 +192,12 @@ def find_estimator(config: BPOConfig, name: str) -> Estimator | None:
             f"with entropy_tokens={branch.entropy_tokens} keeps the trunk out of the baseline: set bpo.branch.forks=2 or more"
         )
     own = getattr(config, kind.KEYS)
-    return own if isinstance(own, kind) else read(kind, own, f"bpo.{kind.KEYS}")
+    found = own if isinstance(own, kind) else read(kind, own, f"bpo.{kind.KEYS}")
+    if getattr(found, "states", None) == "digest" and not config.asks_for_digests:
+        raise ConfigError(
+            f"{name} tells states by their digests: set +bpo.estimator.states=digest, so that rollouts ask for them"
+        )
+    return found
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

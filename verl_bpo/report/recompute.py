@@ -9,9 +9,10 @@ from pathlib import Path
 from verl_bpo.report.dump import Dump
 from verl_bpo.report.slow_bpo import SlowAdvantages, slow_advantages
 from verl_bpo.report.slow_gigpo import slow_gigpo
+from verl_bpo.report.slow_state_graph import slow_state_graph
 from verl_bpo.tree.record import AdvantageRecord
 
-SLOW = {"bpo": slow_advantages, "gigpo": slow_gigpo}
+SLOW = {"bpo": slow_advantages, "gigpo": slow_gigpo, "state_graph": slow_state_graph}
 """The second definitions, by the name of the estimator."""
 
 TOLERANCE = 1e-6
@@ -44,7 +45,8 @@ def recompute(folder: str | Path) -> list[StepCheck]:
     steps = Dump(folder).advantage_steps
     if not steps:
         raise FileNotFoundError(
-            f"{folder} holds no advantages: a run with algorithm.adv_estimator=bpo or gigpo writes such as can be checked"
+            f"{folder} holds no advantages: a run with algorithm.adv_estimator={' or '.join(SLOW)} writes such as can be "
+            "checked"
         )
     return [_check(Dump(folder, step), step) for step in steps]
 
