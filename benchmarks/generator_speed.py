@@ -2,12 +2,17 @@
 
     python benchmarks/generator_speed.py [--repeats 3]
 
-Two questions, one json (``benchmarks/results/generator_speed.json``):
+Four questions, one json (``benchmarks/results/generator_speed.json``):
 
 - throughput: the same requests, once with completions of one length (the best case of ``generate``, whose batch ends
   with its longest sequence) and once with lengths as uneven as an agent's;
 - tree: a backbone of 12 turns with forks at some of them, every turn a request whose prompt is the whole path before
-  it. How many prompt tokens are computed with and without the prefix cache, and how long it takes.
+  it. How many prompt tokens are computed with and without the prefix cache, and how long it takes;
+- lengths: 64 sequences, one of them long, against 64 of one length with the same sum, against one rectangle that is as wide
+  as the longest (a cache of this script's): a decode step's time and the keys' and values' memory;
+- sampling: one token for each of some rows, without cuts and with them, by the size of the vocabulary.
+
+``--requests N`` asks only whether memory grows over N requests.
 
 Times are CPU seconds of this process on one thread, the best of the repeats: on an idle machine that is the wall time,
 and on a busy one it still is.
@@ -29,7 +34,8 @@ import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from verl_bpo.generation.generator import Completion, ContinuousBatcher
-from verl_bpo.generation.sampling import SamplingParams
+from verl_bpo.generation.kv_rows import KVRows
+from verl_bpo.generation.sampling import SamplingParams, sample
 
 VOCABULARY = 4096
 RESULTS = Path(__file__).parent / "results" / "generator_speed.json"
@@ -165,12 +171,92 @@ def tree(cache_tokens: int, repeats: int, trees: int = 4) -> dict[str, Any]:
     }
 
 
+# --- uneven lengths --------------------------------------------------------------------------------------------------
+
+
+class Rectangle(KVRows):
+    """The comparison: every row has the longest one's shelf."""
+
+    def reserve(self, tokens: list[int]) -> None:
+        super().reserve([max(tokens)] * len(tokens))
+
+
+def decode(lengths: list[int], kind: type[KVRows], steps: int) -> dict[str, Any]:
+    """Milliseconds of a decode step (the least), and memory over what the tokens take."""
+    model = new_model()
+    generator = torch.Generator().manual_seed(1)
+    batcher = ContinuousBatcher(model, max_num_seqs=len(lengths), prefix_cache_tokens=0, max_batched_tokens=1 << 20)
+    batcher.rows = kind(model)
+    for length in lengths:
+        batcher.submit(random_ids(generator, length), SamplingParams(max_tokens=steps + 4, ignore_eos=True))
+    batcher.step()
+    seconds, _ = best(batcher.step, steps)
+    layers, heads, width = batcher.rows.cell
+    used = sum(r.stored for r in batcher.running) * 2 * layers * heads * width * batcher.rows.dtype.itemsize
+    return {"step_ms": 1e3 * seconds, "memory_mib": batcher.rows.memory / 2**20, "used_mib": used / 2**20}
+
+
+def uneven_lengths(steps: int, longest: int = 3000) -> dict[str, Any]:
+    uneven = [longest, *[40 + 3 * i for i in range(63)]]
+    even = [sum(uneven) // 64] * 64
+    return {
+        "lengths": f"{min(uneven)} to {max(uneven[1:])}, one of {longest}; even: {even[0]}",
+        "uneven": decode(uneven, KVRows, steps),
+        "even": decode(even, KVRows, steps),
+        "rectangle": decode(uneven, Rectangle, steps),
+    }
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def sampling(rows: int, vocabulary: int, repeats: int) -> dict[str, Any]:
+    logits = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1))
+    cuts = {"none": {}, "top_p 0.95": {"top_p": 0.95}, "top_k 50": {"top_k": 50}}
+    run = lambda cut: sample(logits, [SamplingParams(**cut)] * rows, [0.5] * rows)  # noqa: E731
+    found = {name: 1e3 * best(lambda cut=cut: run(cut), repeats)[0] for name, cut in cuts.items()}
+    found["a full sort"] = 1e3 * best(lambda: logits.sort(-1, descending=True), repeats)[0]
+    return {"rows": rows, "vocabulary": vocabulary, "ms": found}
+
+
+# --- growth ----------------------------------------------------------------------------------------------------------
+
+
+def growth(requests: int) -> None:
+    """Print the process's memory while requests of all lengths come and go."""
+    generator = torch.Generator().manual_seed(1)
+    batcher = ContinuousBatcher(new_model(), max_num_seqs=64, prefix_cache_tokens=4096)
+    tenth = -(-requests // 10)
+    for part in range(10):
+        prompts = [random_ids(generator, n) for n in torch.randint(1, 200, (tenth,), generator=generator).tolist()]
+        batcher.generate(prompts, [SamplingParams(max_tokens=1 + i % 8, ignore_eos=True) for i in range(tenth)])
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        print(
+            f"{(part + 1) * tenth:7} requests: {resident:6.0f} MiB resident, rows {batcher.rows.memory} bytes",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--requests", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.requests:
+        growth(arguments.requests)
+        return
+
+    lengths = uneven_lengths(8 * arguments.repeats)
+    print(f"decode, 64 sequences of {lengths['lengths']}")
+    for name in ("uneven", "even", "rectangle"):
+        print(f"{name:>10}", *(f"{key} {value:9.1f}" for key, value in lengths[name].items()))
+    draws = [sampling(rows, size, arguments.repeats) for rows, size in ((8, 49152), (8, 151936), (64, 49152))]
+    for row in draws:
+        print(
+            f"{row['rows']:3} x {row['vocabulary']:6}", *(f"{key} {value:.1f} ms" for key, value in row["ms"].items())
+        )
 
     rows = [throughput(n, uneven, arguments.repeats) for uneven in (False, True) for n in (4, 16, 64)]
     print(f"{'sequences':>9} {'lengths':>9} {'generate':>10} {'batcher':>10} tokens/s  speed-up")
@@ -195,6 +281,8 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "lengths": lengths,
+        "sampling": draws,
         "throughput": rows,
         "tree": trees,
     }
