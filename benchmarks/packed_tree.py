@@ -59,6 +59,7 @@ SHAPES = {  # prompt tokens, turns, tokens a turn, branch points, forks at each
     "large": (200, 12, 160, 3, 3),
     "wide": (1500, 4, 200, 1, 15),
     "comb": (100, 24, 100, 12, 1),
+    "tree4k": (250, 14, 50, 3, 3),
     "tree16k": (1000, 14, 200, 3, 3),
     "tree32k": (2000, 28, 200, 3, 3),
     "tree64k": (4000, 56, 200, 3, 3),
@@ -80,7 +81,7 @@ MODELS = {  # shapes of Qwen2.5 from their published config.json
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
         },
-        ["tree16k", "tree32k", "tree64k", "wide16k"],
+        ["tree4k", "tree16k", "wide16k", "tree32k", "tree64k"],
     ),
     "qwen2.5-7b": (
         {
@@ -92,7 +93,7 @@ MODELS = {  # shapes of Qwen2.5 from their published config.json
             "num_key_value_heads": 4,
             "tie_word_embeddings": False,
         },
-        ["tree16k", "tree32k", "tree64k", "wide16k"],
+        ["tree4k", "tree16k", "wide16k", "tree32k", "tree64k"],
     ),
 }
 GPU_BACKENDS = ("flash_attn", "torch_varlen", "flex")
