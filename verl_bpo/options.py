@@ -15,7 +15,9 @@ class ConfigError(ValueError):
 class Options(BaseModel):
     """A group of keys. The line under a field is its meaning, in the reference and in ``verl-bpo config``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 Group = TypeVar("Group", bound=Options)

@@ -14,6 +14,22 @@ SEED=${SEED:-0}
 ENV_STEPS=${ENV_STEPS:-8000}
 started=$SECONDS
 
+jobs=() # bash waits for what runs in the foreground before it hears a signal, and starts what runs behind it deaf to Ctrl-C
+stop() {
+  trap '' INT TERM
+  [ ${#jobs[@]} -eq 0 ] || kill -TERM "${jobs[@]}" 2>/dev/null || true
+  [ ${#jobs[@]} -eq 0 ] || wait "${jobs[@]}" 2>/dev/null || true
+  echo "stopped: the same command goes on from here" >&2
+  exit 130
+}
+trap stop INT TERM
+run() { # COMMAND...: it can be interrupted
+  "$@" &
+  jobs=($!)
+  wait "${jobs[0]}"
+  jobs=()
+}
+
 say() { printf '\n== %s (%d:%02d)\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
 
 say "1/6 environment"
@@ -24,13 +40,13 @@ export OMP_NUM_THREADS=$(python -c 'import os; print(min(4, os.cpu_count()))') O
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 
 say "2/6 games"
-verl-bpo make-games "$ROOT/games" --train 400 --valid 64 --level 0
+run verl-bpo make-games "$ROOT/games" --train 400 --valid 64 --level 0
 for split in train valid; do
-  [ -e "$ROOT/$split.parquet" ] || verl-bpo make-data textworld "$ROOT/$split.parquet" --root "$ROOT/games" --split $split
+  [ -e "$ROOT/$split.parquet" ] || run verl-bpo make-data textworld "$ROOT/$split.parquet" --root "$ROOT/games" --split $split
 done
 
 say "3/6 warm start: imitation of demonstrations with detours, stopped early"
-python recipes/imitation/train.py --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
+run python recipes/imitation/train.py --out "$ROOT/warmstart-$SEED" --data "$ROOT/games" --seed "$SEED" \
   --hidden-size 64 --detours 0.5 --max-turns 6 --until-success 0.4 --steps 600 --check-every 25
 
 train() { # NAME OVERRIDES...
@@ -41,8 +57,12 @@ train() { # NAME OVERRIDES...
   VERL_FILE_LOGGER_PATH="$ROOT/$name.jsonl" verl-bpo train --config-dir recipes/quickstart --config-name quickstart \
     root="$ROOT" name="$name" bpo.seed="$SEED" bpo.max_env_steps="$ENV_STEPS" \
     actor_rollout_ref.model.path="$ROOT/warmstart-$SEED" bpo.dump_dir="$ROOT/dump-$name" "$@" >"$log" 2>&1 &
-  python recipes/quickstart/progress.py "$ROOT/$name.jsonl" --env-steps "$ENV_STEPS" --pid $! --name "$name"
-  wait $! || { echo "$name failed, see $log:" >&2; grep -v Warning "$log" | tail -n 15 >&2; exit 1; }
+  jobs=($!)
+  python recipes/quickstart/progress.py "$ROOT/$name.jsonl" --env-steps "$ENV_STEPS" --pid "${jobs[0]}" --name "$name" &
+  jobs+=($!)
+  wait "${jobs[0]}" || { echo "$name failed, see $log:" >&2; grep -v Warning "$log" | tail -n 15 >&2; exit 1; }
+  wait "${jobs[1]}"
+  jobs=()
   touch "$ROOT/$name.done"
 }
 
@@ -57,7 +77,7 @@ shopt -s nullglob
 runs=()
 for file in "$ROOT"/bpo-*.jsonl; do runs+=("BPO=$file"); done
 for file in "$ROOT"/grpo-*.jsonl; do runs+=("GRPO=$file"); done
-verl-bpo report compare "${runs[@]}" --out "$ROOT/report"
-verl-bpo report trees "$ROOT/dump-bpo-$SEED" --out "$ROOT/report/trees.html" --png "$ROOT/report/tree.png"
+run verl-bpo report compare "${runs[@]}" --out "$ROOT/report"
+run verl-bpo report trees "$ROOT/dump-bpo-$SEED" --out "$ROOT/report/trees.html" --png "$ROOT/report/tree.png"
 verl-bpo report recompute "$ROOT/dump-bpo-$SEED" | tail -n 1
 say "done: look at $ROOT/report/index.html, tree.png and trees.html"

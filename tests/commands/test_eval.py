@@ -18,6 +18,7 @@ from verl_bpo.commands.evaluation.summary import summary
 from verl_bpo.commands.main import parse
 from verl_bpo.commands.make_data import write_prompts
 from verl_bpo.generation.prompts import Task, prompt_tasks
+from verl_bpo.model import checkpoint
 from verl_bpo.model.checkpoint import find_model, load_model
 from verl_bpo.options import ConfigError
 from verl_bpo.report.intervals import task_bootstrap, wilson
@@ -232,7 +233,7 @@ def write_checkpoint(root: Path, folder: Path, monkeypatch) -> dict[str, torch.T
             (actor / f"model_world_size_2_rank_{rank}.pt").touch()
         finally:
             dist.destroy_process_group()
-    monkeypatch.setattr(torch, "load", lambda file, **kwargs: files[file.name])
+    monkeypatch.setattr(checkpoint, "load_tensors", lambda file: files[file.name])
     (actor / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     for file in (root / "model").iterdir():
@@ -250,6 +251,24 @@ def test_the_shards_of_a_checkpoint_are_put_together_as_they_were_trained(root, 
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(tensor, before[name] + 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key, code", [("name", "{}/evil.py:World"), ("backend", "{}/evil.py:World")])
+def test_code_that_a_checkpoints_config_names_is_loaded_only_where_the_user_says_so(tmp_path, key, code):
+    actor = tmp_path / "global_step_3/actor"
+    actor.mkdir(parents=True)
+    (actor / "fsdp_config.json").write_text("{}")
+    (tmp_path / "evil.py").write_text(f"open('{tmp_path}/ran', 'w')")
+    code, file = code.format(tmp_path), tmp_path / "global_step_3/config.yaml"
+    data = {"max_prompt_length": 99, "max_response_length": 77}
+    file.write_text(json.dumps({"bpo": {"env": {key: code}, "prompt": {}}, "data": data}))
+    with pytest.raises(
+        ConfigError, match=f"came with the checkpoint, names code of its own .*bpo.env.{key}="
+    ) as refused:
+        options_from(actor, [])
+    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
+    assert getattr(options_from(actor, [], file).config.env, key) == code
+    assert options_from(actor, ["bpo.env.name=textworld", "bpo.env.backend=memory"]).config.env.backend == "memory"
 
 
 def test_weights_that_were_saved_for_hugging_face_are_preferred(root, tmp_path):

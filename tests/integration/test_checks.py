@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pandas
 import pytest
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from verl_bpo.commands.dry_run import dry_run
 from verl_bpo.commands.make_data import write_prompts
@@ -24,7 +26,8 @@ def inputs(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen2"}')
-    (model / "model.safetensors").write_bytes(b"")
+    save_file({"weight": torch.ones(1)}, model / "model.safetensors")
+    (model / "tokenizer.json").write_text("{}")
     for split in ("train", "valid"):
         write_prompts(GAME, "train", tmp_path / f"{split}.parquet", limit=8)
     overrides = [
@@ -151,8 +154,6 @@ def test_another_number_of_ranks_than_a_checkpoints_is_told(inputs):
 
 
 def test_a_running_cluster_without_accelerators_needs_a_word(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

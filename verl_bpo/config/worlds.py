@@ -12,7 +12,7 @@ from verl_bpo.shells.base import SHELLS
 from verl_bpo.shells.container import ContainerConfig
 
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class PlacementConfig(Options):

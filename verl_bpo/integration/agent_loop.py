@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
 from verl_bpo.config.schema import BPOConfig, build
@@ -20,6 +21,7 @@ from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.play import Play
 from verl_bpo.generation.prompts import Task
 from verl_bpo.integration import tool_parsers  # which, imported first, is still being loaded here
+from verl_bpo.integration.ending import told
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
@@ -134,14 +136,17 @@ class TreeAgentLoop(AgentLoopBase):
             params = {**sampling_params, "max_tokens": max_tokens, "logprobs": True}
             if self.bpo.seed is not None:
                 params["seed"] = self._hash(f"{identity}/{place}")
-            output = await self.server_manager.generate(
-                request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
-            )
+            engine = self.rollout_config.name
+            try:
+                output = await self.server_manager.generate(
+                    request_id=request_id, prompt_ids=prompt_ids, sampling_params=params
+                )
+            except RayActorError as error:
+                raise NoTaskCanWork(told(error)) from error
             extra = output.extra_fields
             cached = int(extra.get("num_cached_tokens") or 0)
             tokens, logprobs = list(output.token_ids), list(output.log_probs or [])
             entropy = list(extra.get("token_entropy") or [])
-            engine = self.rollout_config.name
             if len(logprobs) != len(tokens):
                 raise NoTaskCanWork(
                     f"rollout engine {engine} returned {len(logprobs)} log-probs for {len(tokens)} tokens: it must give "

@@ -52,7 +52,7 @@ def wrap_validate_config(validate: Callable[..., Any]) -> Callable[..., Any]:
                 bpo = prepare(config)
             except ConfigError as error:
                 raise SystemExit(f"verl_bpo: {error}") from None
-            if wrong := missing_inputs(config, bpo, Path.cwd()):
+            if wrong := missing_inputs(config, bpo, Path.cwd(), starts=True):
                 raise SystemExit("\n".join(f"verl_bpo: {line}" for line in wrong))
         return validate(config, *args, **kwargs)
 

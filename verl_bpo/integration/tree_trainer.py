@@ -34,6 +34,7 @@ from verl_bpo.integration.stock_advantages import joined_advantage
 from verl_bpo.integration.tracking import go_on_after
 from verl_bpo.integration.updates import FixedUpdates
 from verl_bpo.model.checkpoint import CONFIG_FILE
+from verl_bpo.model.tensor_files import check_files
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.metrics import (
     BLIND,
@@ -351,19 +352,33 @@ class TreeTrainer(FixedUpdates):
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
+        """verl unpickles a checkpoint's files, so they are looked at first.
+
+        Raises:
+            RunError: one holds more than data, or is cut.
+        """
+        folder = self._checkpoint()
+        if folder is not None and (wrong := check_files(folder)):
+            raise RunError(wrong[0])
         super()._load_checkpoint()
         if self.global_steps == 0:
             return
-        if self.config.trainer.resume_mode == "resume_path":
-            folder = self.config.trainer.resume_from_path
-        else:
-            folder = find_latest_ckpt_path(os.path.abspath(self.config.trainer.default_local_dir))
-        file = Path(folder) / STATE_FILE
+        file = folder / STATE_FILE
         if file.exists():
             state = json.loads(file.read_text())
             self.totals.update(state["totals"])
             if self.memory is not None:
                 self.memory.steps.extend(state.get("scores", []))
+
+    def _checkpoint(self) -> Path | None:
+        """The folder that verl goes on from, if any."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "resume_path":
+            return Path(trainer.resume_from_path)
+        if trainer.resume_mode == "auto":
+            found = find_latest_ckpt_path(os.path.abspath(trainer.default_local_dir))
+            return None if found is None else Path(found)
+        return None
 
 
 def _is_lost(extra: dict) -> bool:

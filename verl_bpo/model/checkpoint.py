@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from verl_bpo.model.tensor_files import check_files, load_tensors
+
 CONFIG_FILE = "config.yaml"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 NO_WEIGHTS = ("value_readout.safetensors", "adapter_model.safetensors")
@@ -48,10 +50,28 @@ def find_model(path: str | Path) -> Path:
     )
 
 
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+
+
 def latest_step(folder: Path) -> Path | None:
-    """``global_step_N`` of the latest checkpoint in a folder of them; None where it is no such folder."""
-    latest = folder / "latest_checkpointed_iteration.txt"
-    return folder / f"global_step_{latest.read_text().strip()}" if latest.is_file() else None
+    """``global_step_N`` of the latest checkpoint in a folder of them; None where it is no such folder.
+
+    Raises:
+        FileNotFoundError: the file that names it names none, or one that isn't there; the message says which are.
+    """
+    latest = folder / LATEST_FILE
+    if not latest.is_file():
+        return None
+    said = latest.read_bytes().decode(errors="replace").strip()
+    step = folder / f"global_step_{said}"
+    if said.isdecimal() and step.is_dir():
+        return step
+    others = sorted((f.name for f in folder.glob("global_step_*") if f.is_dir()), key=lambda name: (len(name), name))
+    there = (
+        f"{', '.join(others[-4:])} are there: write the number of one into it" if others else "no checkpoint is there"
+    )
+    wrong = f"names step {said[:20]!r}, which is not there" if said else "is empty"
+    raise FileNotFoundError(f"{latest} {wrong}; {there}, or remove it to begin anew")
 
 
 def run_config(path: str | Path) -> Path | None:
@@ -77,24 +97,30 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[An
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder = find_model(path)
+    folder, plain = find_model(path), {"trust_remote_code": False}
     if _has_weights(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+        if wrong := check_files(folder):
+            raise ValueError(wrong[0])
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
+        except (RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"the weights in {folder} can't be loaded: {' '.join(str(error).split())[:300]}") from None
+        return model, AutoTokenizer.from_pretrained(folder, **plain)
     source = folder / "huggingface"
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **plain), dtype=dtype, **plain)
     if (source / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(source)
     try:
         found = model.load_state_dict(_without_adapter(merged_shards(folder), folder), strict=False)
-    except (RuntimeError, EOFError, UnpicklingError) as error:  # torch's, of cut files and of other shapes
+    except RuntimeError as error:  # torch's, of other shapes
         raise ValueError(f"the weights in {folder} can't be loaded: {' '.join(str(error).split())[:300]}") from None
     missing = set(found.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or ())
     if missing or found.unexpected_keys:
         wrong = ", ".join(sorted(missing | set(found.unexpected_keys))[:4])
         raise ValueError(f"the weights in {folder} don't fit the model in {source}: {wrong}")
-    return model, AutoTokenizer.from_pretrained(source)
+    return model, AutoTokenizer.from_pretrained(source, **plain)
 
 
 def _without_adapter(state: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
@@ -124,7 +150,7 @@ def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         FileNotFoundError: shards are missing, as where the ranks' machines share no disk.
-        ValueError: sharded over more than one dimension of the device mesh.
+        ValueError: sharded over more than one dimension of the device mesh, cut, or holding more than tensors.
     """
     from torch.distributed.tensor import DTensor
 
@@ -136,7 +162,7 @@ def merged_shards(folder: Path) -> dict[str, torch.Tensor]:
             f"{folder} holds {ranks - len(missing)} of {ranks} shards, {missing[0]} is not among them: copy into it "
             f"what other machines saved"
         )
-    shards = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    shards = [load_tensors(file) for file in files]
     merged = {}
     for name, first in shards[0].items():
         if not isinstance(first, DTensor):

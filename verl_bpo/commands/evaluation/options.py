@@ -63,14 +63,33 @@ def options_from(model: Path, overrides: Sequence[str], config_file: Path | None
         )
     record = model / "warmstart.json"
     settings: dict[str, Any] = {"bpo": {"env": {}, "prompt": {}}, "data": _defaults()}
-    config_file = config_file or run_config(model)
-    if config_file is not None:
-        settings = merge(settings, OmegaConf.to_container(OmegaConf.load(config_file), resolve=True))
+    found = None if config_file else run_config(model)
+    if config_file or found:
+        run = OmegaConf.to_container(OmegaConf.load(config_file or found), resolve=config_file is not None)
+        settings = merge(settings, run)
+        if found:
+            _refuse_code(run, bpo, found)
     elif record.is_file():
         settings["bpo"]["prompt"] = json.loads(record.read_text())["options"]["prompt"]
     play = Play.of_run(merge(settings, {"bpo": bpo, "data": data}))
     chosen = {key: value for key, value in chosen.items() if value is not None}
     return EvalOptions(**{item.name: getattr(play, item.name) for item in fields(Play)} | chosen)
+
+
+def _refuse_code(run: dict[str, Any], chosen: dict[str, Any], file: Path) -> None:
+    """See that a config which came with a checkpoint names no code to load: a checkpoint is data.
+
+    Raises:
+        ConfigError: it does, and no override takes its place.
+    """
+    named, chosen = run.get("bpo", {}).get("env") or {}, chosen.get("env") or {}
+    for key in ("name", "backend", "execution"):
+        value = str(named.get(key) or "")
+        if ":" in value and key not in chosen:
+            raise ConfigError(
+                f"{file}, which came with the checkpoint, names code of its own (bpo.env.{key}={value}): if you trust it, "
+                f"say so with --config {file}, or give bpo.env.{key}"
+            )
 
 
 def _defaults() -> dict[str, Any]:
