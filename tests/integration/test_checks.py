@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -132,6 +133,167 @@ def test_what_would_end_the_run_at_once_is_told_in_one_line(inputs, override, li
     key = override.partition("=")[0]
     found = said([*(word for word in overrides if not word.startswith(key)), override.format(folder)])
     assert found and line in found[0] and all("\n" not in text for text in found)
+
+
+@pytest.fixture(scope="module")
+def complete():
+    """The whole config with nothing left unset, to change one key of."""
+    from hydra import compose, initialize_config_dir
+
+    from verl_bpo.commands.dry_run import CONFIG_FOLDER
+
+    with initialize_config_dir(str(CONFIG_FOLDER), version_base=None):
+        return compose("bpo_trainer", ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.model.path=x"])
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("data.train_batch_size", None, "is unset"),
+        ("data.train_batch_size", 4.5, "must be a whole number of at least 1"),
+        ("data.train_batch_size", -3, "must be a whole number of at least 1"),
+        ("actor_rollout_ref.model.path", "", "is unset"),
+        ("actor_rollout_ref.rollout.n", True, "must be a whole number of at least 1"),
+        ("actor_rollout_ref.rollout.n", None, "is unset"),
+        ("actor_rollout_ref.rollout.temperature", float("nan"), "must be above 0"),
+        ("actor_rollout_ref.rollout.temperature", "hot", "must be above 0"),
+        ("actor_rollout_ref.rollout.top_k", "abc", "must be a whole number"),
+        ("actor_rollout_ref.rollout.name", "foo", "is not one of vllm, "),
+        ("actor_rollout_ref.rollout.dtype", "foo", "is not one of fp32, "),
+        ("actor_rollout_ref.rollout.max_model_len", 0, "must be a whole number of at least 1"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", 2, "must be above 0 and at most 1"),
+        ("actor_rollout_ref.actor.optim.lr", -1, "must be above 0"),
+        ("actor_rollout_ref.actor.optim.lr", "abc", "must be above 0"),
+        ("actor_rollout_ref.actor.clip_ratio", -1, "must be above 0"),
+        ("actor_rollout_ref.actor.strategy", "foo", "is not one of fsdp, "),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "foo", "is not one of vanilla, "),
+        ("algorithm.adv_estimator", "foo", "is not one of gae, "),
+        ("algorithm.gamma", 2, "must be from 0 to 1"),
+        ("critic.enable", "maybe", "must be True or False"),
+        ("data.shuffle", "maybe", "must be True or False"),
+        ("data.seed", "abc", "must be a whole number"),
+        ("data.dataloader_num_workers", -1, "must be at least 0"),
+        ("data.apply_chat_template_kwargs", 7, "must hold keys"),
+        ("trainer.test_freq", "abc", "must be a whole number"),
+        ("trainer.save_freq", 0.5, "must be a whole number"),
+        ("trainer.resume_mode", "foo", "is not one of auto, disable, resume_path"),
+        ("trainer.device", "foo", "is not one of cuda, "),
+        ("trainer.nnodes", "x", "must be a whole number of at least 1"),
+    ],
+)
+def test_values_of_verls_keys_that_cant_work_are_told_by_key_and_value(complete, key, value, said):
+    checks.check_numbers(complete)
+    config = complete.copy()
+    OmegaConf.update(config, key, value, force_add=True)
+    with pytest.raises(ConfigError) as told:
+        checks.check_numbers(config)
+    assert str(told.value).startswith(key) and said in str(told.value) and "\n" not in str(told.value)
+
+
+def places(complete, **changed):
+    """The lines on where a run would write."""
+    config = complete.copy()
+    for key, value in changed.items():
+        OmegaConf.update(config, f"trainer.{key}", value)
+    return config, SimpleNamespace(dump_dir=None)
+
+
+def test_where_a_run_cant_write_is_told(complete, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+
+    def lines(**changed):
+        config, bpo = places(complete, default_local_dir=str(tmp_path / "new"), logger=["console"])
+        for key, value in changed.items():
+            setattr(bpo, key, value) if key == "dump_dir" else OmegaConf.update(config, f"trainer.{key}", value)
+        return list(checks._outputs(config, bpo, tmp_path))
+
+    assert lines() == []
+    assert lines(default_local_dir="file/below") == [
+        f"trainer.default_local_dir: {tmp_path}/file is a file: give a folder"
+    ]
+    assert lines(dump_dir="file") == [f"bpo.dump_dir: {tmp_path}/file is a file: give a folder"]
+    assert lines(logger=["nothing"])[0].startswith("trainer.logger: 'nothing' is not one of ")
+    assert lines(logger=7)[0].startswith("trainer.logger: '7' is not one of ")
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path))
+    assert lines(logger=["file"]) == [f"VERL_FILE_LOGGER_PATH={tmp_path} is a folder: give a file"]
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    (line,) = lines()
+    assert line.startswith("trainer.default_local_dir: the disk of ") and "is full" in line
+
+
+def test_a_model_that_is_no_model_is_told(inputs):
+    folder = inputs[0]
+    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": "model"}}, "critic": {"enable": None}})
+
+    def line():
+        (found,) = checks._models(config, folder)
+        assert found.startswith("actor_rollout_ref.model.path: ") and "\n" not in found
+        return found
+
+    weights = (folder / "model/model.safetensors").read_bytes()
+    (folder / "model/model.safetensors").write_bytes(weights[:-2])
+    assert "model.safetensors can't be read" in line() and "it is cut short" in line()
+    (folder / "model/model.safetensors").write_bytes(weights)
+    (folder / "model/tokenizer.json").unlink()
+    assert "no tokenizer in model" in line()
+    (folder / "model/tokenizer.json").write_text("{}")
+    (folder / "model/config.json").write_text("{")
+    assert "model/config.json is no model's" in line()
+    config.actor_rollout_ref.model.path = "model/config.json"
+    assert "is a file: give the folder" in line()
+
+
+def test_a_name_that_the_hub_doesnt_have_is_told_within_seconds_by_the_run_alone(monkeypatch, tmp_path):
+    """verl's own look-up takes 49 seconds. Without a network every look-up fails, as here."""
+    import huggingface_hub
+
+    def refused(url, timeout):
+        assert timeout <= 5
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
+    path = "nobody/has-this-model"
+    config = OmegaConf.create({"actor_rollout_ref": {"model": {"path": path}}, "critic": {"enable": None}})
+    assert list(checks._models(config, tmp_path)) == []
+    (line,) = checks._models(config, tmp_path, starts=True)
+    assert line.startswith(f"actor_rollout_ref.model.path: no folder {path}, and the Hugging Face Hub gives no model")
+
+
+@pytest.mark.parametrize("broken", ["latest", "cut", "code", "no ranks", "no shard"])
+def test_a_checkpoint_that_cant_be_gone_on_from_is_told(inputs, broken):
+    folder = inputs[0]
+    actor = folder / "checkpoints/global_step_3/actor"
+    actor.mkdir(parents=True)
+    latest = folder / "checkpoints/latest_checkpointed_iteration.txt"
+    latest.write_text("3")
+    (actor / "fsdp_config.json").write_text('{"world_size": 1}')
+    shard = actor / "model_world_size_1_rank_0.pt"
+    torch.save({"weight": torch.ones(9)}, shard)
+    config = OmegaConf.create({
+        "trainer": {"resume_mode": "auto", "default_local_dir": "checkpoints", "n_gpus_per_node": 1, "nnodes": 1},
+        "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}},
+    })  # fmt: skip
+    assert list(checks._resumed(config, folder)) == []
+    if broken == "latest":
+        latest.write_text("")
+    elif broken == "cut":
+        shard.write_bytes(shard.read_bytes()[:-40])
+    elif broken == "code":
+        torch.save({"weight": json.JSONDecoder}, shard)
+    elif broken == "no ranks":
+        (actor / "fsdp_config.json").write_text("{")
+    else:
+        shard.unlink()
+    (line,) = checks._resumed(config, folder)
+    said = {
+        "latest": "latest_checkpointed_iteration.txt is empty; there are global_step_3: ",
+        "cut": "model_world_size_1_rank_0.pt can't be read",
+        "code": "is refused: loading it would run json.decoder.JSONDecoder",
+        "no ranks": "fsdp_config.json can't be read",
+        "no shard": "lacks model_world_size_1_rank_0.pt",
+    }[broken]
+    assert line.startswith("trainer.default_local_dir: ") and said in line and "\n" not in line
 
 
 def test_a_model_without_weights_is_told(inputs):

@@ -128,12 +128,12 @@ def test_cut_safetensors_are_named(tmp_path):
 )
 def test_a_latest_file_that_names_nothing_is_told_with_what_is_there(tmp_path, content, said):
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
-    with pytest.raises(FileNotFoundError, match="no checkpoint is there, or remove it to begin anew") as told:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint, or remove it to begin anew") as told:
         latest_step(tmp_path)
     assert said in str(told.value)
     for step in (2, 10):
         (tmp_path / f"global_step_{step}").mkdir()
-    with pytest.raises(FileNotFoundError, match="global_step_2, global_step_10 are there"):
+    with pytest.raises(FileNotFoundError, match="there are global_step_2, global_step_10: "):
         latest_step(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
     assert latest_step(tmp_path) == tmp_path / "global_step_10"

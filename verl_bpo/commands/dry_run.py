@@ -74,7 +74,7 @@ def dry_run(arguments: Sequence[str], gpu_gib: float = 80.0, folder: Path | None
     report, folder = Report(), folder or Path.cwd()
     try:
         report.config, reference = _compose(arguments, folder)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra's own are of all three kinds
         report.problems.append(_one_line(error))
         return report
     report.problems += unknown_keys(report.config, reference)

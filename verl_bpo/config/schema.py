@@ -150,11 +150,11 @@ def build(user: dict[str, Any] | None, default_preset: str, values: bool = False
     """
     user = user or {}
     preset = user.get("preset") or default_preset
-    given = PRESETS.get(preset, {})
-    branch = user.get("branch")
-    if preset == "guided" and (values or (branch or {}).get("score") in ("value", "entropy_value")):
+    given = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    branch = user.get("branch") if isinstance(user.get("branch"), dict) else {}
+    if preset == "guided" and (values or branch.get("score") in ("value", "entropy_value")):
         given = merge(given, VALUE_GUIDED)
-    if isinstance(branch, dict) and isinstance(branch.get("selector"), str):
+    if isinstance(branch.get("selector"), str):
         # A preset's parameters of another selector mean nothing to this one.
         known = keys(Branching) | keys(selector_class(branch["selector"]))
         given = given | {"branch": {k: v for k, v in given.get("branch", {}).items() if k in known}}

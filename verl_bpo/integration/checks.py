@@ -36,6 +36,7 @@ AT_LEAST_ONE = (
     "actor_rollout_ref.rollout.agent.num_workers",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
     "actor_rollout_ref.actor.ppo_epochs",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -59,15 +60,48 @@ WITHIN = {
     "actor_rollout_ref.actor.entropy_coeff": (lambda value: isfinite(value), "a finite number"),
     "actor_rollout_ref.actor.kl_loss_coef": (lambda value: isfinite(value), "a finite number"),
     "algorithm.gamma": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "data.dataloader_num_workers": (lambda value: value >= 0, "at least 0"),
     "algorithm.lam": (lambda value: 0 <= value <= 1, "from 0 to 1"),
     "actor_rollout_ref.rollout.val_kwargs.temperature": (lambda value: value >= 0, "at least 0"),
     "actor_rollout_ref.rollout.val_kwargs.top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "actor_rollout_ref.rollout.val_kwargs.top_k": (lambda value: value >= -1, "-1 or 0 (off), or positive"),
 }
 
-WHOLE = ("trainer.test_freq", "trainer.save_freq", "data.train_max_samples", "data.val_max_samples")
+WHOLE = (
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "data.train_max_samples",
+    "data.val_max_samples",
+    "data.seed",
+    "actor_rollout_ref.rollout.top_k",
+)
 """Keys whose value must be a whole number: what is not above 0 turns something off."""
-CHOICES = {"trainer.resume_mode": ("auto", "disable", "resume_path")}
+NEEDED = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n",
+)
+"""Keys that must be set."""
+FLAGS = ("data.shuffle", "trainer.val_before_train", "critic.enable", "actor_rollout_ref.rollout.val_kwargs.do_sample")
+"""Keys that are True or False, where they are set."""
+PRECISIONS = ("fp32", "float32", "32", "bf16", "bfloat16", "fp16", "float16", "16")
+CHOICES = {
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "trainer.device": ("cuda", "cpu", "npu", "xpu"),
+    "actor_rollout_ref.actor.strategy": (
+        "fsdp",
+        "fsdp2",
+        "fsdp_turbo",
+        "megatron",
+        "veomni",
+        "torchtitan",
+        "automodel",
+    ),
+    "actor_rollout_ref.rollout.dtype": (*PRECISIONS, "auto"),
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": PRECISIONS,
+}
 TOKENIZER_KEY = "actor_rollout_ref.model.tokenizer_path"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a folder with a tokenizer has one."""
@@ -81,6 +115,9 @@ def check_numbers(config: DictConfig) -> None:
     Raises:
         ConfigError: one can't.
     """
+    for key in NEEDED:
+        if OmegaConf.select(config, key) in (None, ""):
+            raise ConfigError(f"{key} is unset: it must have a value")
     for key in AT_LEAST_ONE:
         value = OmegaConf.select(config, key)
         if value is not None and (not _is_number(value, int) or value < 1):
@@ -89,14 +126,34 @@ def check_numbers(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if value is not None and not _is_number(value, int):
             raise ConfigError(f"{key}={value!r} must be a whole number")
-    for key, choices in CHOICES.items():
+    for key in FLAGS:
         value = OmegaConf.select(config, key)
-        if value not in choices:
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{key}={value!r} must be True or False")
+    for key, choices in {**CHOICES, **_registered()}.items():
+        value = OmegaConf.select(config, key)
+        own = key == "algorithm.adv_estimator" and ":" in str(value)
+        if value not in choices and str(value) not in choices and not own:
             raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
+    options = OmegaConf.select(config, "data.apply_chat_template_kwargs")
+    if options is not None and not isinstance(options, DictConfig):
+        raise ConfigError(f"data.apply_chat_template_kwargs={options!r} must hold keys")
     for key, (right, rule) in WITHIN.items():
         value = OmegaConf.select(config, key)
         if value is not None and (not _is_number(value, int | float) or not isfinite(value) or not right(value)):
             raise ConfigError(f"{key}={value!r} must be {rule}")
+
+
+def _registered() -> dict[str, tuple[str, ...]]:
+    """Names that verl, its plugins and we register."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    return {
+        "algorithm.adv_estimator": tuple(map(str, ADV_ESTIMATOR_REGISTRY)),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": tuple(POLICY_LOSS_REGISTRY),
+        "actor_rollout_ref.rollout.name": tuple(RolloutReplicaRegistry._registry),
+    }
 
 
 def _is_number(value: Any, kind: Any) -> bool:
@@ -123,7 +180,9 @@ def _outputs(config: DictConfig, bpo: BPOConfig, folder: Path) -> Iterator[str]:
     """Where the run would write, and what it would log to."""
     trainer = config.trainer
     places = {"trainer.default_local_dir": trainer.default_local_dir, "bpo.dump_dir": bpo.dump_dir}
-    loggers = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger or [])
+    loggers = (
+        list(trainer.logger or []) if isinstance(trainer.logger, ListConfig | type(None)) else [str(trainer.logger)]
+    )
     if "file" in loggers and (log := os.environ.get("VERL_FILE_LOGGER_PATH")):
         if (folder / log).is_dir():
             yield f"VERL_FILE_LOGGER_PATH={log} is a folder: give a file"

@@ -6,10 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from verl_bpo.tree.record import ADVANTAGES, TREES, AdvantageRecord, Key, TreeRecord
 from verl_bpo.tree.topology import Tree
+
+Record = TypeVar("Record", TreeRecord, AdvantageRecord)
+_KEY = {"step": int, "uid": str, "session": int}
+_TYPES = {cls: TypeAdapter(cls) for cls in (TreeRecord, AdvantageRecord)}
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,8 @@ class Dump:
         """``file:line`` of every line that could not be read, such as the last one of a run that was killed."""
         self.advantages: dict[Key, AdvantageRecord] = {}
         for path in sorted((self.folder / ADVANTAGES).glob(pattern)):
-            for _, data in self._lines(path):
-                record = AdvantageRecord.from_dict(data)
+            for at, _ in self._lines(path):
+                record = _record(AdvantageRecord, path, at)
                 self.advantages[record.key] = record
         found = [((r["step"], r["uid"], r["session"]), (p, at)) for p in files for at, r in self._lines(p)]
         trained = set(self.advantage_steps)
@@ -66,9 +72,7 @@ class Dump:
 
     def __iter__(self) -> Iterator[DumpedTree]:
         for path, at in self._places:
-            with open(path, "rb") as file:
-                file.seek(at)
-                record = TreeRecord.from_dict(json.loads(file.readline()))
+            record = _record(TreeRecord, path, at)
             yield DumpedTree(record, self.advantages.get(record.key))
 
     def _lines(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -77,7 +81,36 @@ class Dump:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield at, json.loads(line)
-                except ValueError:
+                    data = json.loads(line)
+                except (ValueError, RecursionError):
+                    data = None
+                if isinstance(data, dict) and all(type(data.get(key)) is kind for key, kind in _KEY.items()):
+                    yield at, data
+                else:
                     self.broken.add(f"{path.name}:{number}")
                 at += len(line)
+
+
+def _record(cls: type[Record], path: Path, at: int) -> Record:
+    """The record in the line that begins at ``at``.
+
+    Raises:
+        ValueError: it is none: a field is missing, unknown or of another type.
+    """
+    with open(path, "rb") as file:
+        file.seek(at)
+        line = file.readline()
+    try:
+        _TYPES[cls].validate_json(line, strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        said = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+    else:
+        said = ""
+    try:
+        record = cls.from_dict(json.loads(line))
+    except (TypeError, KeyError, AttributeError, IndexError) as error:  # of types that are wrong, which pydantic names
+        raise ValueError(f"{path} is no dump of trees: {said or error}") from None
+    if said:
+        raise ValueError(f"{path} is no dump of trees: {said}")
+    return record

@@ -367,9 +367,9 @@ def selector_class(name: str) -> type[Selector]:
     Raises:
         ConfigError: there is none.
     """
-    if name in SELECTORS:
+    if isinstance(name, str) and name in SELECTORS:
         return SELECTORS[name]
-    if ":" not in name:
+    if not isinstance(name, str) or ":" not in name:
         raise ConfigError(f"bpo.branch.selector={name!r} is not one of {', '.join(SELECTORS)}, nor file.py:Class")
     try:
         own = _OWN.load(name)
