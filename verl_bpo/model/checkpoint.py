@@ -67,9 +67,7 @@ def latest_step(folder: Path) -> Path | None:
     if said.isdecimal() and step.is_dir():
         return step
     others = sorted((f.name for f in folder.glob("global_step_*") if f.is_dir()), key=lambda name: (len(name), name))
-    there = (
-        f"{', '.join(others[-4:])} are there: write the number of one into it" if others else "no checkpoint is there"
-    )
+    there = f"there are {', '.join(others[-4:])}: write the number of one into it" if others else "there is no checkpoint"
     wrong = f"names step {said[:20]!r}, which is not there" if said else "is empty"
     raise FileNotFoundError(f"{latest} {wrong}; {there}, or remove it to begin anew")
 
