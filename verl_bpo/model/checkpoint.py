@@ -67,7 +67,9 @@ def latest_step(folder: Path) -> Path | None:
     if said.isdecimal() and step.is_dir():
         return step
     others = sorted((f.name for f in folder.glob("global_step_*") if f.is_dir()), key=lambda name: (len(name), name))
-    there = f"there are {', '.join(others[-4:])}: write the number of one into it" if others else "there is no checkpoint"
+    there = (
+        f"there are {', '.join(others[-4:])}: write the number of one into it" if others else "there is no checkpoint"
+    )
     wrong = f"names step {said[:20]!r}, which is not there" if said else "is empty"
     raise FileNotFoundError(f"{latest} {wrong}; {there}, or remove it to begin anew")
 
