@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.imitation.policy import make_model, make_tokenizer
-from verl_bpo.integration import ending
+from verl_bpo.integration import deaths
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT = 60
@@ -122,8 +122,8 @@ def test_the_quickstart_ends_what_it_trains(tmp_path, number):
 
 def test_a_process_that_cleans_up_for_ever_ends_all_the_same():
     code = (
-        "import time\nfrom verl_bpo.integration import ending\nending.SECONDS = 0.5\nending.end_on_signals('x')\n"
-        "try:\n    print('ready', flush=True)\n    time.sleep(600)\nfinally:\n    time.sleep(600)\n"
+        "import time\nfrom verl_bpo import ending\nending.SECONDS = 0.5\nwith ending.ends_on_signals('x'):\n"
+        "  try:\n    print('ready', flush=True)\n    time.sleep(600)\n  finally:\n    time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -144,10 +144,10 @@ def test_what_ray_says_of_a_death_and_of_a_full_disk_is_one_line():
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
         "Worker unexpectedly exits with a connection error code 2."
     )
-    line = ending.told(died)
+    line = deaths.told(died)
     assert line.startswith("the rollout engine died (") and "connection error code 2" in line and "\n" not in line
     full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
-    assert ending.told(RayTaskError("save", "...", full)) == (
+    assert deaths.told(RayTaskError("save", "...", full)) == (
         "the disk is full (/data/x): make room, then the same command goes on from the last checkpoint"
     )
-    assert ending.told(RayTaskError("step", "...", KeyError("x"))) is None
+    assert deaths.told(RayTaskError("step", "...", KeyError("x"))) is None

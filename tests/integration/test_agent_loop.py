@@ -83,7 +83,7 @@ def rolled(monkeypatch, error):
     loop = object.__new__(TreeAgentLoop)
     bpo = build({"env": {"name": "x"}}, "paper")
     play = SimpleNamespace(
-        prompter=lambda *parts: SimpleNamespace(stop_ids={1}, windowed=False),
+        prompter=lambda *parts, **options: SimpleNamespace(stop_ids={1}, windowed=False),
         max_prompt_tokens=9,
         max_response_tokens=9,
         config=bpo,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -44,21 +43,20 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 def main() -> int:
     """Entry point of ``verl-bpo``. An error the user can mend ends in one line."""
-    from verl_bpo.integration.ending import Stopped, disk_full, end_on_signals
+    from verl_bpo.ending import Stopped, disk_full, ends_on_signals, is_disk_full
     from verl_bpo.options import ConfigError
     from verl_bpo.sandbox.base import SandboxError
     from verl_bpo.sandbox.loading import EnvironmentUnavailable
 
     name = f"verl-bpo {sys.argv[1]}" if len(sys.argv) > 1 else "verl-bpo"
-    end_on_signals(name)
     try:
-        command, arguments = parse(sys.argv[1:])
-        return command.main(arguments)
+        with ends_on_signals(name):
+            command, arguments = parse(sys.argv[1:])
+            return command.main(arguments)
     except Stopped as stop:
         return 128 + stop.args[0]
     except (ConfigError, EnvironmentUnavailable, SandboxError, OSError, ValueError, ImportError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        print(f"{name}: {disk_full(error) if full else error}", file=sys.stderr)
+        print(f"{name}: {disk_full(error) if is_disk_full(error) else error}", file=sys.stderr)
         return 1
 
 

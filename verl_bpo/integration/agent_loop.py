@@ -21,7 +21,7 @@ from verl_bpo.generation.configured import configured_rollout
 from verl_bpo.generation.play import Play
 from verl_bpo.generation.prompts import Task
 from verl_bpo.integration import tool_parsers  # which, imported first, is still being loaded here
-from verl_bpo.integration.ending import told
+from verl_bpo.integration.deaths import told
 from verl_bpo.integration.ray_workers import PlacedPools
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError

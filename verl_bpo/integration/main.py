@@ -8,6 +8,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from verl_bpo.ending import Stopped, ends_on_signals, leave_soon
+
 
 @hydra.main(config_path="pkg://verl_bpo.config", config_name="bpo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
@@ -20,23 +22,23 @@ def main(config: DictConfig) -> None:
     from verl.utils.device import auto_set_device
 
     from verl_bpo.config.schema import RunError
-    from verl_bpo.integration.ending import Stopped, end_on_signals, leave_soon, told
+    from verl_bpo.integration.deaths import told
 
-    end_on_signals("verl_bpo")
     try:
-        auto_set_device(config)
-        reference, critic = need_reference_policy(config), need_critic(config)
-        validate_config(config=config, use_reference_policy=reference, use_critic=critic)
-        try:
+        with ends_on_signals("verl_bpo"):
+            auto_set_device(config)
+            reference, critic = need_reference_policy(config), need_critic(config)
+            validate_config(config=config, use_reference_policy=reference, use_critic=critic)
             run_ppo(config, task_runner_class=TaskRunnerV1)
-        except SystemExit as stop:  # Ray takes SIGTERM over while it runs
-            if stop.code == signal.SIGTERM:
-                leave_soon("verl_bpo", signal.SIGTERM)
-                raise Stopped(signal.SIGTERM) from None
-            raise
     except Stopped as stop:
         ray.shutdown()
         sys.exit(128 + stop.args[0])
+    except SystemExit as stop:
+        if stop.code == signal.SIGTERM:  # Ray takes it over while it runs
+            leave_soon("verl_bpo", signal.SIGTERM)
+            ray.shutdown()
+            sys.exit(128 + signal.SIGTERM)
+        raise
     except RayError as error:
         known = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, RunError) else told(error)
         if known is None:
