@@ -6,22 +6,19 @@ import errno
 import os
 import re
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayTaskError
 
 from verl_bpo.ending import disk_full, is_disk_full
 
 
 def told(error: BaseException) -> str | None:
     """One line on an error of Ray that is not the program: a process that died, a full disk. None: it is another one."""
-    while True:
-        if isinstance(error, RayActorError):
-            return _death(str(error))
-        if is_disk_full(error):
-            return disk_full(error)
-        inner = getattr(error, "cause", None) if isinstance(error, RayError) else None
-        if not isinstance(inner, BaseException):
-            break
-        error = inner
+    while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    if isinstance(error, RayActorError):
+        return _death(str(error))
+    if is_disk_full(error):
+        return disk_full(error)
     text = str(error)
     if "ActorDiedError" in text or "ActorUnavailableError" in text:
         return _death(text)
