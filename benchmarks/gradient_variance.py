@@ -44,7 +44,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.advantages.bpo import BPO
+from verl_bpo.advantages.estimator import Estimator
+from verl_bpo.advantages.gigpo import GiGPO
+from verl_bpo.advantages.state_graph import StateGraph
 from verl_bpo.commands.evaluation.options import options_from
 from verl_bpo.config.schema import build
 from verl_bpo.generation.local import LocalRollouts
@@ -52,30 +55,42 @@ from verl_bpo.generation.prompts import Task, prompt_tasks
 from verl_bpo.model.checkpoint import find_model, load_model, weights_digest
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.rows import tree_rows
+from verl_bpo.tree.selectors import Choosing, DecisionPoint
 from verl_bpo.tree.topology import Tree
 
 RESULTS = Path(__file__).parent / "results" / "gradient_variance.json"
 GROUP = 8
-LOO = {"baseline": "loo"}
+DEPTHS = 5
+"""Of the branch points of the identity's trees: a task's is one of 2, 3, ..."""
 # verl's GRPO: group mean and standard deviation, the trajectory's own return included in both.
-ESTIMATORS: dict[str, dict[str, dict[str, str]]] = {
-    "trajectories": {"RLOO": LOO, "GRPO": {"baseline": "mean", "normalize": "sibling_std"}},
+ESTIMATORS: dict[str, dict[str, Estimator]] = {
+    "trajectories": {
+        "RLOO": BPO(),
+        "GRPO": BPO(baseline="mean", normalize="sibling_std"),
+        "GiGPO": GiGPO(states="digest"),
+        "State graph": StateGraph(),
+        "State graph, no prior": StateGraph(prior=0.0),
+        "State graph, own returns": StateGraph(pooled=False),
+    },
     "paper": {
-        "BPO paper": LOO,
-        "BPO paper, path weights": LOO | {"weighting": "path_probability"},
-        "BPO paper, trajectory baseline": {"baseline": "trajectory"},
-        "BPO paper, shrunk baseline": {"baseline": "shrunk"},
+        "BPO paper": BPO(),
+        "BPO paper, path weights": BPO(weighting="path_probability"),
+        "BPO paper, trajectory baseline": BPO(baseline="trajectory"),
+        "BPO paper, shrunk baseline": BPO(baseline="shrunk"),
     },
-    "random": {"BPO random": LOO},
-    "fixed": {"BPO fixed interval": LOO},
+    "random": {"BPO random": BPO()},
+    "fixed": {"BPO fixed interval": BPO()},
     "guided": {
-        "BPO guided": LOO | {"leaf_return": "tree_mean"},
-        "BPO guided, path weights": LOO | {"leaf_return": "tree_mean", "weighting": "path_probability"},
-        "BPO guided, trajectory baseline": {"baseline": "trajectory"},
-        "BPO guided, shrunk baseline": {"baseline": "shrunk", "leaf_return": "tree_mean"},
+        "BPO guided": BPO(leaf_return="tree_mean"),
+        "BPO guided, path weights": BPO(leaf_return="tree_mean", weighting="path_probability"),
+        "BPO guided, trajectory baseline": BPO(baseline="trajectory"),
+        "BPO guided, shrunk baseline": BPO(baseline="shrunk", leaf_return="tree_mean"),
+        "State graph on guided's trees": StateGraph(),
     },
-    "guided4": {"BPO guided K4": LOO | {"leaf_return": "tree_mean"}},
+    "guided4": {"BPO guided K4": BPO(leaf_return="tree_mean")},
 }
+DIGESTS = {"estimator": {"states": "digest"}}
+"""Rollouts note in which states they are."""
 LEAVES = {"budget": {"unit": "leaves", "limit": GROUP}}
 KINDS: dict[str, dict[str, Any]] = {
     "trajectories": LEAVES | {"branch": {"selector": "none", "root_samples": GROUP}},
@@ -88,12 +103,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def batch_gradients(
-    model: Any, trees: list[Tree], estimators: dict[str, dict[str, str]], windowed: bool
+    model: Any, trees: list[Tree], estimators: dict[str, Estimator], windowed: bool
 ) -> dict[str, np.ndarray]:
     """Per estimator: sum over trained tokens of weight * advantage * grad log-prob, flat, over their number."""
     named = {str(i): tree for i, tree in enumerate(trees)}
     batch = Forest.of(named, {name: name for name in named})
-    results = {name: sibling_advantages(batch, **options) for name, options in estimators.items()}
+    results = {name: estimator(batch) for name, estimator in estimators.items()}
     sums = {name: [0.0, 0] for name in estimators}
     for tree, turns in zip(trees, batch.turns.values(), strict=True):
         own = {name: [(r.advantage * r.weight)[turns], r.valid[turns]] for name, r in results.items()}
@@ -125,6 +140,18 @@ def tree_gradients(model: Any, tree: Tree, turns: dict[str, list[torch.Tensor]],
     return out
 
 
+class AfterTurns(Choosing):
+    """Branches at one depth."""
+
+    turns: int = 2
+
+    def state_only(self, entropy_of_state: bool) -> bool:
+        return True
+
+    def chooses(self, point: DecisionPoint) -> bool:
+        return point.depth == self.turns
+
+
 class Sampler:
     """Trees at the model's weights."""
 
@@ -133,7 +160,7 @@ class Sampler:
         self.rng = random.Random(seed)
 
     def rollouts(self, settings: dict[str, Any], seed: int) -> LocalRollouts:
-        config = build(settings, "plain")
+        config = build(settings | DIGESTS, "plain")
         env = self.options.config.env.model_copy(update={"workers": self.workers, "isolation": "none"})
         config = config.model_copy(update={"env": env, "prompt": self.options.config.prompt})
         play = replace(self.options, temperature=1.0, top_p=1.0, top_k=-1)  # as in training, not as in validation
@@ -258,30 +285,26 @@ def jackknife(gradients: np.ndarray, reference: np.ndarray) -> dict[str, np.ndar
 def identity_study(sampler: Sampler, tasks: int, trees: int, siblings: int, seed: int) -> dict[str, Any]:
     """Returns of siblings [tasks, trees, siblings] below backbones of each task, and what they say."""
     rng = random.Random(seed)
-    settings = {
-        "preset": "paper_threshold",
-        "branch": {"selector": "every", "forks": siblings - 1},
-        "budget": {"unit": "leaves", "limit": siblings, "fill": "none"},
-    }
     rows = rng.sample(sampler.panel, min(tasks, len(sampler.panel)))
-    depths = [2 + i % 5 for i in range(len(rows))]
+    found: list[tuple[int, list[float] | None, int]] = []
 
-    async def one(rollouts: LocalRollouts, index: int, number: int, bar: tqdm) -> tuple[int, list[float] | None, int]:
-        row, depth = rows[index], depths[index]
-        name = f"identity/{index}/{number}"
-        tree = await rollouts.tree(row, name, lambda score, at, chance: at == depth)
+    async def one(rollouts: LocalRollouts, index: int, number: int, bar: tqdm) -> None:
+        tree = await rollouts.tree(rows[index], f"identity/{index}/{number}")
         bar.update()
         if tree.failures:
             raise RuntimeError(f"a tree lost branches: {tree.failures[0]}")
         returns = [tree.trajectory_return(t) for t in tree.usable()]
-        return index, returns if len(returns) == siblings else None, int(tree.counters["env_steps"])
+        found.append((index, returns if len(returns) == siblings else None, int(tree.counters["env_steps"])))
 
-    async def all_of_them(rollouts: LocalRollouts) -> list:
-        with tqdm(total=len(rows) * trees, desc="identity", unit="tree") as bar:
-            return await asyncio.gather(*[one(rollouts, i, k, bar) for i in range(len(rows)) for k in range(trees)])
+    async def all_of(rollouts: LocalRollouts, indices: range, bar: tqdm) -> None:
+        await asyncio.gather(*[one(rollouts, i, k, bar) for i in indices for k in range(trees)])
 
-    with sampler.rollouts(settings, seed) as rollouts:
-        found = asyncio.run(_fresh(rollouts, all_of_them(rollouts)))
+    with tqdm(total=len(rows) * trees, desc="identity", unit="tree") as bar:
+        for kind in range(min(DEPTHS, len(rows))):
+            branch = {"selector": f"{__file__}:AfterTurns", "turns": 2 + kind, "forks": siblings - 1, "root_samples": 1}
+            settings = {"branch": branch, "budget": {"unit": "leaves", "limit": siblings, "fill": "none"}}
+            with sampler.rollouts(settings, seed) as rollouts:
+                asyncio.run(_fresh(rollouts, all_of(rollouts, range(kind, len(rows), DEPTHS), bar)))
     per_task: dict[int, list[list[float]]] = {}
     for index, returns, _ in found:
         if returns is not None:  # else its backbone had ended before the branch point

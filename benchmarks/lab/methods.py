@@ -9,6 +9,7 @@ from verl_bpo.advantages.estimator import Estimate, Estimator
 from verl_bpo.advantages.gigpo import GiGPO
 from verl_bpo.advantages.sapo import SAPO
 from verl_bpo.advantages.sapo_turns import sapo_targets
+from verl_bpo.advantages.state_graph import StateGraph
 from verl_bpo.advantages.tree_critic import TreeCritic
 from verl_bpo.config.schema import BPOConfig, build
 from verl_bpo.tree.forest import Forest
@@ -47,6 +48,14 @@ METHODS = {
     "grpo": Method("GRPO", "plain", FILL | {"advantage": {"baseline": "mean", "normalize": "sibling_std"}}),
     "gigpo": Method("GiGPO", "plain", FILL, GiGPO()),
     "gigpo_no_std": Method("GiGPO, F_norm = 1", "plain", FILL, GiGPO(norm="none")),
+    "state_graph": Method("state graph, plain trajectories", "plain", FILL, StateGraph(states="observation")),
+    "state_graph_forks": Method(
+        "state graph, 6 roots and forks at highest V(1-V)",
+        "guided",
+        ROOTS_AND_FORKS,
+        StateGraph(states="observation"),
+        True,
+    ),
     "v_baseline": Method("V baseline, plain trajectories", "plain", FILL, SAPO(lam=1.0, normalise=False), True),
     "gae": Method("PPO: GAE .95, plain trajectories", "plain", FILL, SAPO(bootstrap="v"), True),
     "paper": Method("`paper`", "paper"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.imitation.policy import make_model, make_tokenizer
-from verl_bpo.advantages.bpo import sibling_advantages
+from verl_bpo.advantages.bpo import BPO, sibling_advantages
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.topology import ROOT, Node, Tree
 
@@ -91,7 +91,7 @@ def small_tree() -> Tree:
 def test_a_batchs_gradient_is_the_mean_over_its_trees_tokens():
     torch.manual_seed(0)
     model = make_model(make_tokenizer(["a b c"], 300), hidden_size=16, layers=1, heads=2).eval()
-    trees, estimators = [small_tree(), small_tree()], {"loo": {"baseline": "loo"}, "mean": {"baseline": "mean"}}
+    trees, estimators = [small_tree(), small_tree()], {"loo": BPO(), "mean": BPO(baseline="mean")}
     trees[1].nodes[-1].reward = 7.0
     found = module.batch_gradients(model, trees, estimators, windowed=False)
     total = 0
