@@ -26,15 +26,18 @@ def ends_on_signals(name: str) -> Iterator[None]:
     """Meanwhile Ctrl-C and SIGTERM raise :class:`Stopped` here, in the main thread, say so in a line, and end the process
     whatever it waits for. Also where it was started with Ctrl-C ignored, as bash starts what a script runs with ``&``."""
 
+    told: list[int] = []
+
     def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
         leave_soon(name, number)
         raise Stopped(number)
 
     before = {stop: signal.signal(stop, end) for stop in _STOPS}
     try:
         yield
-    except Stopped:
-        raise
+    except KeyboardInterrupt:  # Ray's core makes a plain one of ours
+        raise Stopped(*told) from None
     except BaseException:
         _restore(before)
         raise
