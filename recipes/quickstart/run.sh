@@ -19,7 +19,7 @@ stop() {
   trap '' INT TERM
   [ ${#jobs[@]} -eq 0 ] || kill -TERM "${jobs[@]}" 2>/dev/null || true
   [ ${#jobs[@]} -eq 0 ] || wait "${jobs[@]}" 2>/dev/null || true
-  echo "stopped: the same command goes on from here" >&2
+  printf '\nstopped: the same command goes on from here\n' >&2 # a progress bar may stand on the line
   exit 130
 }
 trap stop INT TERM
