@@ -14,20 +14,18 @@ SEED=${SEED:-0}
 ENV_STEPS=${ENV_STEPS:-8000}
 started=$SECONDS
 
-jobs=() # bash waits for what runs in the foreground before it hears a signal, and starts what runs behind it deaf to Ctrl-C
+# bash waits for what runs in the foreground before it hears a signal, and starts what runs behind it deaf to Ctrl-C.
 stop() {
   trap '' INT TERM
-  [ ${#jobs[@]} -eq 0 ] || kill -TERM "${jobs[@]}" 2>/dev/null || true
-  [ ${#jobs[@]} -eq 0 ] || wait "${jobs[@]}" 2>/dev/null || true
+  kill -TERM $(jobs -p) 2>/dev/null || true
+  wait
   printf '\nstopped: the same command goes on from here\n' >&2 # a progress bar may stand on the line
   exit 130
 }
 trap stop INT TERM
 run() { # COMMAND...: it can be interrupted
   "$@" &
-  jobs=($!)
-  wait "${jobs[0]}"
-  jobs=()
+  wait $!
 }
 
 say() { printf '\n== %s (%d:%02d)\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
@@ -57,12 +55,11 @@ train() { # NAME OVERRIDES...
   VERL_FILE_LOGGER_PATH="$ROOT/$name.jsonl" verl-bpo train --config-dir recipes/quickstart --config-name quickstart \
     root="$ROOT" name="$name" bpo.seed="$SEED" bpo.max_env_steps="$ENV_STEPS" \
     actor_rollout_ref.model.path="$ROOT/warmstart-$SEED" bpo.dump_dir="$ROOT/dump-$name" "$@" >"$log" 2>&1 &
-  jobs=($!)
-  python recipes/quickstart/progress.py "$ROOT/$name.jsonl" --env-steps "$ENV_STEPS" --pid "${jobs[0]}" --name "$name" &
-  jobs+=($!)
-  wait "${jobs[0]}" || { echo "$name failed, see $log:" >&2; grep -v Warning "$log" | tail -n 15 >&2; exit 1; }
-  wait "${jobs[1]}"
-  jobs=()
+  local training=$!
+  python recipes/quickstart/progress.py "$ROOT/$name.jsonl" --env-steps "$ENV_STEPS" --pid "$training" --name "$name" &
+  local progress=$!
+  wait "$training" || { echo "$name failed, see $log:" >&2; grep -v Warning "$log" | tail -n 15 >&2; exit 1; }
+  wait "$progress"
   touch "$ROOT/$name.done"
 }
 

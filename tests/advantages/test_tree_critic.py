@@ -120,7 +120,8 @@ def companion(seed: int, tasks: int = 3) -> Forest:
 
 
 def joined(a: Forest, b: Forest) -> Forest:
-    columns = {name: torch.cat([x, getattr(b, name)]) for name, x in vars(a).items() if isinstance(x, torch.Tensor)}
+    both = {name: (x, getattr(b, name)) for name, x in vars(a).items()}
+    columns = {name: torch.cat(xs) for name, xs in both.items() if all(isinstance(x, torch.Tensor) for x in xs)}
     n, size = len(a.parent), len(a.leaf_return)
     columns["parent"][n:] += n * (b.parent >= 0)
     columns["trajectory"][n:] += size

@@ -31,8 +31,8 @@ def test_parameters_are_those_of_the_real_architecture(name):
 
 
 def test_published_sizes():
-    """As stated on the models' pages: 1.54B, 7.61B and 8.03B."""
-    assert [round(shape.parameters / 1e9, 2) for shape in KNOWN.values()] == [1.54, 7.62, 8.03]
+    """As stated on the models' pages: 1.54B, 3.09B, 7.61B and 8.03B."""
+    assert [round(shape.parameters / 1e9, 2) for shape in KNOWN.values()] == [1.54, 3.09, 7.62, 8.03]
 
 
 def test_the_shape_of_a_folder_is_read_from_its_config(tmp_path):

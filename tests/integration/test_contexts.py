@@ -235,6 +235,7 @@ def test_a_tree_travels_with_its_first_row_and_padding_trains_nothing(monkeypatc
     trainer = object.__new__(TreeTrainer)
     trainer.bpo, trainer.global_steps, trainer.totals = build({"dump_dir": str(tmp_path)}, "paper"), 3, Counter()
     trainer.estimator = trainer.bpo.advantage
+    trainer.lost_share, trainer._lost_keys = tree_trainer.LostShare(trainer.bpo.faults), set()
     trainer.config = SimpleNamespace(algorithm=SimpleNamespace(adv_estimator="bpo"))
     trainer.memory, trainer._told_blind = None, True
     found = {}
