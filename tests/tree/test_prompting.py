@@ -206,7 +206,7 @@ def test_a_world_cannot_forge_messages_with_special_tokens(tokenizer):
     assert prompter.end_of_turn_id in tokenizer.encode(evil.text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("words", [30, 31, 400])
+@pytest.mark.parametrize("words", [30, 31, 90])
 def test_a_long_observation_loses_its_middle_and_says_so(tokenizer, words):
     limit = 40
     prompter = Prompter(tokenizer, PromptConfig(max_observation_tokens=limit))
@@ -219,6 +219,23 @@ def test_a_long_observation_loses_its_middle_and_says_so(tokenizer, words):
         assert shown.startswith("FIRST") and shown.endswith("LAST")
         assert f"[... {size - limit} tokens left out ...]" in shown
         assert len(tokenizer.encode(shown, add_special_tokens=False)) < limit + 40
+
+
+def test_of_a_huge_observation_both_ends_are_tokenised_and_shown(tokenizer, monkeypatch):
+    """A megabyte took seconds in which no other rollout of the process went on."""
+    limit, tokenised = 40, []
+    prompter = Prompter(tokenizer, PromptConfig(max_observation_tokens=limit))
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **options: tokenised.append(len(text)) or encode(text, **options)
+    )
+    text = "FIRST " + "apple " * 300_000 + "LAST"
+    shown = prompter.user_text(Observation(text))
+    assert shown.startswith("FIRST apple") and shown.endswith("apple LAST")
+    assert sum(tokenised) <= 16 * limit
+    assert len(encode(shown, add_special_tokens=False)) < limit + 40
+    left = int(shown.partition("[... ")[2].partition(" characters left out")[0])
+    assert len(text) - left == len(shown) - len(f"\n[... {left} characters left out ...]\n")
 
 
 def test_listed_actions_are_bounded_and_the_rest_is_counted(tokenizer):

@@ -24,6 +24,8 @@ from verl_bpo.sandbox.turns import Action
 _PLACEHOLDER = re.compile(r"<[^<>]+>")
 # Stands for an assistant message while the template's text around it is looked up. Any template keeps a plain word.
 ACTION_MARK = "verlBpoActionGoesHere"
+_CHARACTERS_OF_A_TOKEN = 8
+"""More than they have in the mean, in any text that a policy is to read."""
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _FORM = "<think>your reasoning</think><action>the action</action>"
@@ -376,11 +378,15 @@ class Prompter:
         limit = self.config.max_observation_tokens
         if len(text.encode()) <= limit:  # a token covers at least one byte: the common case needs no tokenizer
             return text
-        ids = self._encode(text)
-        if len(ids) <= limit:
+        most = _CHARACTERS_OF_A_TOKEN * limit
+        whole = len(text) <= 2 * most
+        # Rollouts share one event loop, which tokenising a megabyte would hold for seconds: only both ends are tokenised.
+        first, last = (self._encode(text),) * 2 if whole else (self._encode(text[:most]), self._encode(text[-most:]))
+        if whole and len(first) <= limit:
             return text
-        head, tail = ids[: limit - limit // 2], ids[-(limit // 2) :]
-        return f"{self.decode(head)}\n[... {len(ids) - limit} tokens left out ...]\n{self.decode(tail)}"
+        head, tail = self.decode(first[: limit - limit // 2]), self.decode(last[-(limit // 2) :])
+        out = f"{len(first) - limit} tokens" if whole else f"{len(text) - len(head) - len(tail)} characters"
+        return f"{head}\n[... {out} left out ...]\n{tail}"
 
     def _action_list(self, observation: Observation) -> str:
         if not self.config.list_actions or not observation.actions:
