@@ -8,14 +8,13 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gigpo import ROOT, forest_of, grown, trees
+from second_definitions import batches, forest_of, grown
 
 from verl_bpo.advantages.hgpo import HGPO
 from verl_bpo.advantages.tree_grpo import TreeGRPO
 from verl_bpo.config.schema import build, find_estimator
 from verl_bpo.report.slow_gigpo import compared
-
-BATCHES = st.lists(st.tuples(st.sampled_from("ab"), trees()), max_size=4)
+from verl_bpo.tree.topology import ROOT
 
 
 def paths_of(batch):
@@ -51,7 +50,7 @@ def slow_tree_grpo(batch, groups, shared, norm):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    BATCHES,
+    batches,
     st.sampled_from(["both", "tree", "prompt"]),
     st.sampled_from(["each", "once"]),
     st.sampled_from(["std", "none"]),
@@ -127,7 +126,7 @@ def slow_hgpo(batch, history, alpha, gamma, norm, states):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    BATCHES,
+    batches,
     st.integers(0, 3),
     st.sampled_from([0.0, 1.0, 2.0]),
     st.sampled_from([0.95, 1.0]),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import replace
-from inspect import getsource
 
 import pytest
 import torch
 from enumeration import Process, expected_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from second_definitions import assert_same, batches, forest_of, grown, shared_code
 from tabular import TabularMDP, enumerate_outcomes
 from tabular import expected_gradient as tabular_gradient
 
@@ -20,43 +19,7 @@ from verl_bpo.config.schema import build, find_estimator
 from verl_bpo.options import ConfigError
 from verl_bpo.report import slow_gigpo as slow_module
 from verl_bpo.report.slow_gigpo import slow_gigpo
-from verl_bpo.tree.forest import Forest
-from verl_bpo.tree.topology import ROOT, Node, Tree
-
-REWARDS = st.sampled_from([0.0, 0.0, 0.1, 0.2, 1.0, -0.5, 1000.0])
-
-
-def grown(*trajectories: tuple) -> Tree:
-    """(parent, [(state, reward), ...], end) of each trajectory."""
-    tree = Tree(prompt_ids=[1])
-    for parent, turns, end in trajectories:
-        index = tree.add_trajectory(parent)
-        for state, reward in turns:
-            node = Node(parent, index, [1], [0.0], [0.0], reward=reward, observed=state, digest=state % 2)
-            parent = tree.add_node(node)
-        tree.trajectories[index].end = end
-    return tree
-
-
-def forest_of(*trees: tuple[str, Tree]) -> Forest:
-    return Forest.of({str(i): t for i, (_, t) in enumerate(trees)}, {str(i): p for i, (p, _) in enumerate(trees)})
-
-
-@st.composite
-def trees(draw) -> Tree:
-    """Root samples and forks anywhere, forks of forks too; some trajectories lost; few states, so that many coincide."""
-    tree = Tree(prompt_ids=[1])
-    for _ in range(draw(st.integers(0, 7))):
-        inner = [i for i, n in enumerate(tree.nodes) if tree.trajectories[n.trajectory].leaf != i]
-        parent = draw(st.sampled_from([ROOT, *inner]))
-        index = tree.add_trajectory(parent)
-        for _ in range(draw(st.integers(1, 4))):
-            state = draw(st.integers(0, 3))
-            node = Node(parent, index, [1], [0.0], [0.0], reward=draw(REWARDS), observed=state, digest=state % 2)
-            parent = tree.add_node(node)
-        tree.trajectories[index].end = draw(st.sampled_from(["terminated", "terminated", "truncated", "failed"]))
-    return tree
-
+from verl_bpo.tree.topology import ROOT, Tree
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -69,23 +32,14 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), trees()), max_size=4), OPTIONS)
+@given(batches, OPTIONS)
 def test_the_formulas_read_path_by_path_give_the_same(batch, options):
     forest = forest_of(*batch)
-    found = GiGPO(**options)(forest)
-    assert all(math.isfinite(x) for x in found.metrics.values())
-    assert found.advantage.isfinite().all() and found.weight.isfinite().all()
-    for turns, slow in zip(forest.turns.values(), slow_gigpo(batch, **options), strict=True):
-        assert slow.valid == found.valid[turns].tolist()
-        assert slow.weight == found.weight[turns].tolist()
-        assert slow.advantage == pytest.approx(found.advantage[turns].tolist(), abs=1e-7)
+    assert_same(GiGPO(**options)(forest), forest, slow_gigpo(batch, **options))
 
 
 def test_the_slow_definition_shares_no_code_with_the_estimator():
-    nodes = ast.walk(ast.parse(getsource(slow_module)))
-    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {n for node in found for n in [getattr(node, "module", None), *(a.name for a in node.names)] if n}
-    assert not {name for name in names if "advantages." in name or name in ("torch", "numpy")}
+    assert not shared_code(slow_module)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

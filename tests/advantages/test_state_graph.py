@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import replace
-from inspect import getsource
 
 import pytest
 import torch
 from enumeration import Process, expected_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from second_definitions import assert_same, batches, forest_of, grown, shared_code
 from tabular import TabularMDP, enumerate_outcomes
 from tabular import expected_gradient as tabular_gradient
-from test_gigpo import forest_of, grown, trees
 
 from verl_bpo.advantages.bpo import sibling_advantages
 from verl_bpo.advantages.state_graph import StateGraph
@@ -34,23 +32,14 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), trees()), max_size=4), OPTIONS)
+@given(batches, OPTIONS)
 def test_the_definition_read_place_by_place_gives_the_same(batch, options):
     forest = forest_of(*batch)
-    found = StateGraph(**options)(forest)
-    assert all(math.isfinite(x) for x in found.metrics.values())
-    assert found.advantage.isfinite().all() and found.weight.isfinite().all()
-    for turns, slow in zip(forest.turns.values(), slow_state_graph(batch, **options), strict=True):
-        assert slow.valid == found.valid[turns].tolist()
-        assert slow.weight == found.weight[turns].tolist()
-        assert slow.advantage == pytest.approx(found.advantage[turns].tolist(), abs=1e-7)
+    assert_same(StateGraph(**options)(forest), forest, slow_state_graph(batch, **options))
 
 
 def test_the_slow_definition_shares_no_code_with_the_estimator():
-    nodes = ast.walk(ast.parse(getsource(slow_module)))
-    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {n for node in found for n in [getattr(node, "module", None), *(a.name for a in node.names)] if n}
-    assert not {name for name in names if "advantages." in name or name in ("torch", "numpy")}
+    assert not shared_code(slow_module)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -84,7 +73,7 @@ def test_the_same_state_at_another_time_is_another_place():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("ab"), trees()), max_size=4))
+@given(batches)
 def test_where_states_never_meet_it_is_bpo_with_tree_means(batch):
     """Siblings are in one state, others are not: with ``prior=0`` both give one number wherever both give one."""
     forest = forest_of(*batch)

@@ -316,8 +316,7 @@ def tree_means(forest: Forest, fair: Tensor) -> Tensor:
     leaf = torch.ones_like(usable)
     leaf[forest.parent[trunk]] = False
     means = returns.masked_fill(~leaf, 0)
-    level = levels(forest.parent)
-    for turns in reversed(level.argsort().split(level.bincount().tolist())[2:]):
+    for turns in reversed(by_level(forest.parent)[1:]):
         means.index_add_(0, forest.parent[turns], share[turns] * means[turns])
     return means
 
@@ -359,8 +358,7 @@ def _shrinkage(
 
     b, u = torch.zeros_like(m), torch.zeros_like(m)
     measured = (1 - explained) / others.clamp(min=1)
-    level = levels(above)
-    for now in level.argsort().split(level.bincount().tolist()[1:]):
+    for now in by_level(above):
         up = above[now]
         p, s = explained + u[up], measured[now]
         w = torch.where(up == ROOT, 1, p / (p + s))
@@ -384,6 +382,12 @@ def levels(parent: Tensor) -> Tensor:
         level = torch.where(inner, level + level[parent], level)
         parent = torch.where(inner, parent[parent], ROOT)
     return level
+
+
+def by_level(parent: Tensor) -> tuple[Tensor, ...]:
+    """The turns of each level, those taken in the initial state first."""
+    level = levels(parent)
+    return level.argsort().split(level.bincount().tolist()[1:])
 
 
 def prefix_explained_share(forest: Forest) -> Tensor:

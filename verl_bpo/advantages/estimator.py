@@ -78,6 +78,27 @@ class Estimate:
     degenerate: bool = False
     """Nothing can be learnt from this batch; worth a warning."""
 
+    @classmethod
+    def even(cls, name: str, advantage: Tensor, valid: Tensor, **metrics: float) -> Estimate:
+        """Each valid turn weighs 1.
+
+        Args:
+            name: of the estimator, before its metrics' own names.
+            advantage: [N]; 0 where not ``valid``.
+        """
+        count = valid.sum().clamp(min=1)
+        sizes = {
+            "advantage_mean": float(advantage.sum() / count),
+            "advantage_rms": float((advantage**2).sum() / count) ** 0.5,
+        }
+        return cls(
+            advantage,
+            valid.to(advantage.dtype),
+            valid,
+            {f"{name}/{key}": value for key, value in (sizes | metrics).items()},
+            degenerate=not bool(advantage.abs().sum() > 0),
+        )
+
     def record(
         self, turns: slice, step: int, uid: str, session: int, options: dict[str, Any], estimator: str = "bpo"
     ) -> AdvantageRecord:

@@ -63,16 +63,14 @@ class GiGPO(Estimator):
         valid = usable & (compared | (size > 1))
         advantage = (episode + self.omega * step).masked_fill(~valid, 0)
         count = valid.sum().clamp(min=1)
-        metrics = {
-            "gigpo/advantage_mean": float(advantage.sum() / count),
-            "gigpo/advantage_rms": float((advantage**2).sum() / count) ** 0.5,
-            "gigpo/episode_rms": float((episode[valid] ** 2).sum() / count) ** 0.5,
-            "gigpo/step_rms": float((step[valid] ** 2).sum() / count) ** 0.5,
-            "gigpo/state_group_size": float(size[valid].sum() / count),
-            "gigpo/lone_states": float(((size == 1) & valid).sum() / count),
-        }
-        return Estimate(
-            advantage, valid.to(advantage.dtype), valid, metrics, degenerate=not bool(advantage.abs().sum() > 0)
+        return Estimate.even(
+            "gigpo",
+            advantage,
+            valid,
+            episode_rms=float((episode[valid] ** 2).sum() / count) ** 0.5,
+            step_rms=float((step[valid] ** 2).sum() / count) ** 0.5,
+            state_group_size=float(size[valid].sum() / count),
+            lone_states=float(((size == 1) & valid).sum() / count),
         )
 
 

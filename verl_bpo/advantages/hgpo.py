@@ -60,15 +60,8 @@ class HGPO(Estimator):
         valid = usable & torch.zeros_like(usable).index_put((turns,), compared)
         advantage = torch.zeros_like(leaves.count).index_put((turns,), total / weights.clamp(min=1))
         advantage = advantage.masked_fill(~valid, 0)
-        count = valid.sum().clamp(min=1)
-        metrics = {
-            "hgpo/advantage_mean": float(advantage.sum() / count),
-            "hgpo/advantage_rms": float((advantage**2).sum() / count) ** 0.5,
-            "hgpo/compared_share": float(valid.sum() / usable.sum().clamp(min=1)),
-        }
-        return Estimate(
-            advantage, valid.to(advantage.dtype), valid, metrics, degenerate=not bool(advantage.abs().sum() > 0)
-        )
+        share = float(valid.sum() / usable.sum().clamp(min=1))
+        return Estimate.even("hgpo", advantage, valid, compared_share=share)
 
 
 def _histories(forest: Forest, state: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from verl_bpo.advantages.bpo import levels, noise, sum_by
+from verl_bpo.advantages.bpo import by_level, noise, sum_by
 from verl_bpo.tree.forest import Forest
 from verl_bpo.tree.topology import ROOT
 
@@ -49,8 +49,7 @@ class Leaves:
     @cached_property
     def _rounds(self) -> list[Tensor]:
         """The turns below other turns, deepest first."""
-        level = levels(self.forest.parent)
-        return list(reversed(level.argsort().split(level.bincount().tolist())[2:]))
+        return list(reversed(by_level(self.forest.parent)[1:]))
 
     def below(self, x: Tensor) -> Tensor:
         """[L] -> [N]: sum over the leaves at and below each turn."""

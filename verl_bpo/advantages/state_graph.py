@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from verl_bpo.advantages.bpo import levels, noise, sum_by
+from verl_bpo.advantages.bpo import by_level, levels, noise, sum_by
 from verl_bpo.advantages.estimator import Estimate, Estimator, Values
 from verl_bpo.advantages.gigpo import States, states_of
 from verl_bpo.tree.forest import Forest
@@ -50,22 +50,21 @@ class StateGraph(Estimator):
     def __call__(self, forest: Forest, values: Values | None = None) -> Estimate:
         usable = forest.usable[forest.trajectory]
         place = places(forest, states_of(forest, self.states))
-        level = levels(forest.parent)
-        rounds = level.argsort(stable=True).split(level.bincount().tolist()[1:]) if level.numel() else ()
+        rounds = by_level(forest.parent)
+        below = usable & (forest.parent != ROOT)
+        """Turns that another turn led to."""
 
-        counted = usable & ~_chosen_for_an_outcome(forest, usable)
+        counted = usable & ~_chosen_for_an_outcome(forest, below)
         # A place that nothing else came to: what was forked there is all that is known of it.
         counted |= usable & (sum_by(place, counted) == 0)[place]
         members = sum_by(place, counted)
-        children = torch.zeros_like(level).index_add_(
-            0, forest.parent[usable & (forest.parent != ROOT)], torch.ones_like(level[usable & (forest.parent != ROOT)])
-        )
+        children = torch.zeros_like(place).index_add_(0, forest.parent[below], torch.ones_like(place[below]))
         reward = forest.reward.to(forest.leaf_return.dtype)
         p = reward.masked_fill(~usable, 0)
         total = p.new_zeros(len(members))
         for turns in reversed(rounds):  # deepest first: what is below a turn is known when it is met
             total.index_add_(0, place[turns], p[turns] * counted[turns])
-            led = turns[usable[turns] & (forest.parent[turns] != ROOT)]
+            led = turns[below[turns]]
             worth = (total / members.clamp(min=1))[place[led]] if self.pooled else p[led]
             above = forest.parent[led]
             p.index_add_(0, above[usable[above]], (worth / children[above])[usable[above]])
@@ -85,25 +84,22 @@ class StateGraph(Estimator):
         valid = usable & ~baseline.isnan()
         advantage = (p - baseline).masked_fill(~valid, 0)
         advantage = advantage.masked_fill(advantage.abs() <= noise(p) * p.abs().max() if p.numel() else ~valid, 0)
-        count = valid.sum().clamp(min=1)
-        met = valid & (others > 0) & (forest.parent != ROOT)
-        metrics = {
-            "state_graph/advantage_mean": float(advantage.sum() / count),
-            "state_graph/advantage_rms": float((advantage**2).sum() / count) ** 0.5,
-            "state_graph/met_again": float(met.sum() / (valid & (forest.parent != ROOT)).sum().clamp(min=1)),
-            "state_graph/others": float(others[valid].sum() / count),
-        }
-        return Estimate(
-            advantage, valid.to(advantage.dtype), valid, metrics, degenerate=not bool(advantage.abs().sum() > 0)
+        later = valid & below
+        return Estimate.even(
+            "state_graph",
+            advantage,
+            valid,
+            met_again=float((later & (others > 0)).sum() / later.sum().clamp(min=1)),
+            others=float(others[valid].sum() / valid.sum().clamp(min=1)),
         )
 
 
-def _chosen_for_an_outcome(forest: Forest, usable: Tensor) -> Tensor:
-    """bool [N]: first turns of forks whose branch point was chosen by what its trunk did there or led to."""
-    forked = (forest.parent != ROOT) & ~forest.trunk
-    unfair = torch.zeros_like(usable)
-    unfair[forest.parent[usable & ~forest.fair & (forest.parent != ROOT)]] = True
-    return forked & unfair[forest.parent]
+def _chosen_for_an_outcome(forest: Forest, below: Tensor) -> Tensor:
+    """bool [N]: first turns of forks whose branch point was chosen by what its trunk did there or led to; of the turns
+    ``below`` another one, bool [N]."""
+    unfair = torch.zeros_like(below)
+    unfair[forest.parent[below & ~forest.fair]] = True
+    return below & ~forest.trunk & unfair[forest.parent]
 
 
 def places(forest: Forest, state: Tensor) -> Tensor:

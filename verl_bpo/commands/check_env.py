@@ -31,6 +31,7 @@ from verl_bpo.commands.environment import add_environment, environment_kwargs
 from verl_bpo.sandbox.answers import received
 from verl_bpo.sandbox.asynchronous import settled
 from verl_bpo.sandbox.base import Environment, Observation, Sandbox, SandboxError, SnapshotUnsupported
+from verl_bpo.sandbox.errors import in_a_line
 from verl_bpo.sandbox.loading import BACKENDS, list_tasks, load_environment
 from verl_bpo.sandbox.memory import MemorySandbox
 from verl_bpo.sandbox.tools import Schema, name_of, properties_of
@@ -181,7 +182,7 @@ class _Checker:
                 try:
                     self._exact(name)
                 except Exception as error:  # whatever a user's class raises is the reason
-                    why = " ".join(str(error).split()) or type(error).__name__
+                    why = in_a_line(error)
             self.report.backends[name] = why
 
     def _check(self, name: str, check: Callable[[], str]) -> bool:

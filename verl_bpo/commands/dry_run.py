@@ -30,6 +30,7 @@ import verl_bpo.config
 from verl_bpo.commands.estimate import Compute, Memory, estimate_compute, estimate_memory, model_shape
 from verl_bpo.config.schema import BPOConfig
 from verl_bpo.options import ConfigError
+from verl_bpo.sandbox.errors import in_a_line
 
 CONFIG_FOLDER = Path(verl_bpo.config.__file__).parent
 OPEN = ("override_config", "engine_kwargs", "sampler_kwargs", "kwargs", "env_vars", "ray_init", "runtime_env")
@@ -210,7 +211,7 @@ def _estimate_lines(report: Report, gpu_gib: float) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = in_a_line(error)
     return text if len(text) < 400 else f"{text[:400]}..."
 
 

@@ -22,6 +22,7 @@ from verl_bpo.model.checkpoint import find_weights, latest_step
 from verl_bpo.model.tensor_files import check_files
 from verl_bpo.options import ConfigError
 from verl_bpo.sandbox.base import NoTaskCanWork, SandboxError
+from verl_bpo.sandbox.errors import in_a_line
 from verl_bpo.sandbox.loading import load_environment
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -248,8 +249,8 @@ def _hub_model(key: str, name: str) -> Iterator[str]:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
     except Exception as error:  # no such model, no access, no network, a name that can't be one
         yield (
-            f"{key}: no folder {name}, and the Hugging Face Hub gives no model of that name ({_line(error)}): give a folder, "
-            f"or make the warm start first"
+            f"{key}: no folder {name}, and the Hugging Face Hub gives no model of that name ({in_a_line(error, 160)}): "
+            f"give a folder, or make the warm start first"
         )
 
 
@@ -261,7 +262,7 @@ def _model_files(key: str, name: str, path: Path, config: DictConfig) -> Iterato
         found = json.loads((path / "config.json").read_text())
         wrong = "" if isinstance(found, dict) and found.get("model_type") else "it names no model_type"
     except (ValueError, OSError) as error:
-        wrong = _line(error)
+        wrong = in_a_line(error, 160)
     if wrong:
         yield f"{key}: {name}/config.json is no model's ({wrong}): give a Hugging Face folder"
     yield from (f"{key}: {line}" for line in check_files(path))
@@ -298,7 +299,7 @@ def _resumed(config: DictConfig, folder: Path) -> Iterator[str]:
     try:
         saved = int(json.loads(file.read_text())["world_size"])
     except (ValueError, TypeError, KeyError, OSError) as error:
-        yield f"{key}: {file} can't be read ({_line(error)}): take another checkpoint, or copy it again"
+        yield f"{key}: {file} can't be read ({in_a_line(error, 160)}): take another checkpoint, or copy it again"
         return
     ranks = trainer.n_gpus_per_node * trainer.nnodes
     if saved != ranks:
@@ -308,7 +309,7 @@ def _resumed(config: DictConfig, folder: Path) -> Iterator[str]:
             f"trainer.resume_mode=disable"
         )
     elif trainer.nnodes == 1:
-        names = [f"{kind}_world_size_{saved}_rank_{rank}.pt" for kind in ("model",) for rank in range(saved)]
+        names = [f"model_world_size_{saved}_rank_{rank}.pt" for rank in range(saved)]
         if missing := [name for name in names if not (file.parent / name).is_file()]:
             yield f"{key}: {file.parent} lacks {missing[0]}: take another checkpoint, or copy it again"
 
@@ -393,7 +394,3 @@ def needs_platform() -> str | None:
         "set VERL_PLATFORM=cpu here and before `ray start --head --num-cpus=16 --num-gpus=1`; for one with them, install "
         "here what its machines have; to train on this machine alone, unset RAY_ADDRESS"
     )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

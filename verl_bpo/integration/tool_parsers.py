@@ -20,7 +20,7 @@ from verl_bpo.sandbox.asynchronous import settled
 from verl_bpo.sandbox.tools import Schema, properties_of
 from verl_bpo.sandbox.turns import ToolCall
 from verl_bpo.tree.prompting import without_thoughts
-from verl_bpo.tree.tool_prompting import PROBE, CallWriter, Parsed
+from verl_bpo.tree.tool_prompting import PROBE, CallWriter, Parsed, spelt
 
 _STARTS = ("tool_call_start_token", "tool_calls_section_start_token", "tool_calls_start_token")
 _ENDS = ("tool_call_end_token", "tool_calls_section_end_token", "tool_calls_end_token")
@@ -133,7 +133,7 @@ class VerlParser:
         return ids[bisect_left(range(len(ids)), reach, key=lambda count: len(self._spelt(ids[:count]))) :]
 
     def _spelt(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return spelt(self._tokenizer, ids)
 
     def _plain(self, content: str) -> str:
         content = content.removeprefix("<|start|>assistant") if self._before else content

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from verl_bpo.sandbox.errors import in_a_line
+
 CUT = "it is cut short or no such file: take another checkpoint, or copy it again"
 
 
@@ -39,7 +41,7 @@ def check_tensors(file: Path) -> None:
         with _known_names():
             names = get_unsafe_globals_in_checkpoint(file)
     except Exception as error:  # torch's reader raises anything on a damaged file
-        raise ValueError(f"{file} can't be read ({_line(error)}): {CUT}") from None
+        raise ValueError(f"{file} can't be read ({in_a_line(error, 160)}): {CUT}") from None
     if names:
         raise ValueError(
             f"{file} is refused: loading it would run {', '.join(sorted(names)[:4])}, and a checkpoint holds tensors and "
@@ -58,7 +60,7 @@ def load_tensors(file: Path) -> Any:
         with _known_names():
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{file} can't be loaded ({_line(error)}): {CUT}") from None
+        raise ValueError(f"{file} can't be loaded ({in_a_line(error, 160)}): {CUT}") from None
 
 
 def check_safetensors(file: Path) -> None:
@@ -73,7 +75,7 @@ def check_safetensors(file: Path) -> None:
         with safe_open(file, "pt"):
             pass
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} can't be read ({_line(error)}): {CUT}") from None
+        raise ValueError(f"{file} can't be read ({in_a_line(error, 160)}): {CUT}") from None
 
 
 def check_files(folder: Path) -> list[str]:
@@ -86,7 +88,3 @@ def check_files(folder: Path) -> list[str]:
             except ValueError as error:
                 wrong.append(str(error))
     return wrong
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

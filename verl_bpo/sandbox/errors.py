@@ -36,6 +36,11 @@ def to_exception(kind: str, message: str) -> Exception:
     return _NAMED[kind](_printable(message))
 
 
+def in_a_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says in a line of at most ``most`` characters; its class where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def _printable(text: str) -> str:
     """``text`` without halves of character pairs, and not too long to be read."""
     text = text.encode("utf-8", "backslashreplace").decode()

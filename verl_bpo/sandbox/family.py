@@ -18,6 +18,8 @@ import time
 import traceback
 from pathlib import Path
 
+from verl_bpo.sandbox.line import speaks
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PRINTED = 64 << 10
 """Bytes of a family's prints that are passed on."""
@@ -128,7 +130,7 @@ class _Guard:
         return bool(data)
 
     def _drain(self, status: int) -> None:
-        while _readable(self.prints) and self._pass_on():
+        while speaks(self.prints) and self._pass_on():
             pass
         if status and self.last:
             _say(b"\n[...]\n" + self.last + b"\n")
@@ -146,12 +148,6 @@ def _say(data: bytes) -> None:
     with contextlib.suppress(OSError):  # nobody listens
         while data:
             data = data[os.write(2, data) :]
-
-
-def _readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def become_subreaper() -> None:

@@ -24,11 +24,11 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, observation: Observation, volatile: Mapping[str, str]) -> Fingerprint:
         return cls(
-            _digest(hide(_read(observation), volatile)),
+            digest_of(hide(_read(observation), volatile)),
             float(observation.reward),
             observation.terminated,
             observation.truncated,
-            "" if observation.actions is None else _digest("\n".join(observation.actions)),
+            "" if observation.actions is None else digest_of("\n".join(observation.actions)),
         )
 
     def check(self, observation: Observation, volatile: Mapping[str, str], where: str) -> None:
@@ -95,5 +95,6 @@ def _read(observation: Observation) -> str:
     return "\n".join(f"{m.role}: {m.content}" for m in messages) if messages else observation.text
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+    """What tells texts apart, in 16 characters."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

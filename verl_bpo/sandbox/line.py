@@ -91,7 +91,7 @@ class _HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
-def speaks(end: _HasFileno) -> bool:
+def speaks(end: int | _HasFileno) -> bool:
     """Whether something came, be it only the other side's end. Doesn't wait."""
     poll = select.poll()
     poll.register(end, select.POLLIN)

@@ -50,6 +50,11 @@ class Parsed:
     """Why what looks like a call can't be read; nothing of the answer is executed then."""
 
 
+def spelt(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """All that was sampled, special tokens too."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
 class ToolParser(Protocol):
     """Reads tool calls in one family's form."""
 
@@ -180,7 +185,7 @@ class ToolPrompter(Prompter):
         return ids if ends_call and action_ids[-1] != ids[0] else super()._joined(action_ids, ids)
 
     def _spelt(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return spelt(self.tokenizer, token_ids)
 
     def _start(self, observation: Observation) -> list[dict[str, Any]]:
         if not observation.messages:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl_bpo.envs.adapters.seeds import mixed, seed_tasks
 from verl_bpo.envs.adapters.toy_text import Words, words_of
 from verl_bpo.sandbox.base import Environment, Observation, SnapshotUnsupported, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_module, subclass_for
@@ -19,9 +20,6 @@ ADAPTER = "adapt"
 FORM = "ID"
 INSTALL = "pip install gymnasium"
 
-TASKS = {"train": (0, 10_000)}
-"""First seed and number of the tasks of a split; any other split has those of ``VALID``."""
-VALID = (1_000_000, 1_000)
 _MOST_NUMBERS = 64
 """A larger array makes no text that anybody reads."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -76,12 +74,11 @@ class GymnasiumEnvironment(Environment):
 
     @classmethod
     def tasks(cls, split: str = "train", **make: Any) -> list[str]:
-        first, count = TASKS.get(split, VALID)
-        return [str(seed) for seed in range(first, first + count)]
+        return seed_tasks(split)
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         number, options = _read(task)
-        state, info = self._env.reset(seed=_mixed(number, seed), options=options)
+        state, info = self._env.reset(seed=mixed(number, seed), options=options)
         head = self._words.task if self._words else f"{self.env_id}."
         known = f"\nActions: {', '.join(self._names)}." if self._names and not self._words else ""
         return self._observe(state, info, head=f"{head}{known}\n")
@@ -162,13 +159,6 @@ def _read(task: str) -> tuple[int, dict[str, Any] | None]:
         return int(read["seed"]), read.get("options")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise TaskError(f'{task!r} is no task: use a seed such as 7, or {{"seed": 7, "options": {{}}}}') from None
-
-
-def _mixed(number: int, seed: int) -> int:
-    """The task's own seed; another one for each further seed of the row."""
-    from numpy.random import SeedSequence
-
-    return number if seed == 0 else int(SeedSequence([number, seed]).generate_state(1)[0])
 
 
 def _action_names(space: Any, words: Words | None) -> tuple[str, ...] | None:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from verl_bpo.envs.adapters.seeds import seed_tasks
 from verl_bpo.sandbox.base import Environment, Observation, SandboxError, SnapshotUnsupported, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_module, subclass_for
 
@@ -19,7 +20,6 @@ ADAPTER = "adapt"
 FORM = "module:Class or openenv:URL"
 INSTALL = "pip install openenv-core"
 
-TASKS, VALID = 10_000, 1_000
 _NOT_SHOWN = ("done", "reward", "metadata")
 
 
@@ -71,8 +71,7 @@ class OpenEnvEnvironment(Environment):
 
     @classmethod
     def tasks(cls, split: str = "train", **options: Any) -> list[str]:
-        first, count = (0, TASKS) if split == "train" else (1_000_000, VALID)
-        return [str(seed) for seed in range(first, first + count)]
+        return seed_tasks(split)
 
     def reset(self, task: str, seed: int = 0) -> Observation:
         try:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from verl_bpo.envs.adapters.seeds import OwnChance, mixed, seed_tasks
 from verl_bpo.sandbox.base import Environment, Observation, TaskError
+from verl_bpo.sandbox.errors import in_a_line
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, subclass_for
 
 ADAPTER = "adapt"
 FORM = "ID"
 INSTALL = "pip install textarena"
-
-TASKS, VALID = 10_000, 1_000
 
 
 def adapt(name: str) -> type[TextArenaEnvironment]:
@@ -53,6 +50,7 @@ class TextArenaEnvironment(Environment):
     def __init__(self, **make: Any) -> None:
         import textarena
 
+        self._own_chance = OwnChance()
         try:
             self._env = self._game = textarena.make(self.env_id, **make)
             while isinstance(self._game, textarena.Wrapper):
@@ -61,22 +59,17 @@ class TextArenaEnvironment(Environment):
         except LookupError as error:
             raise ValueError(f"{self.env_id} reads words of NLTK's, which aren't here: {_missing(error)}") from None
         except Exception as error:  # whatever the game has against it
-            problem = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{self.env_id} can't be played by one player: {problem}") from error
+            raise ValueError(f"{self.env_id} can't be played by one player: {in_a_line(error)}") from error
 
     @classmethod
     def tasks(cls, split: str = "train", **make: Any) -> list[str]:
-        first, count = (0, TASKS) if split == "train" else (1_000_000, VALID)
-        return [str(seed) for seed in range(first, first + count)]
+        return seed_tasks(split)
 
     def reset(self, task: str, seed: int = 0) -> Observation:
-        import numpy
-
         if not task.isdigit():
             raise TaskError(f"{task!r} is no task: use a seed such as 7")
-        number = int(task) if seed == 0 else int(numpy.random.SeedSequence([int(task), seed]).generate_state(1)[0])
-        self._chance = (random.Random(number).getstate(), numpy.random.RandomState(number).get_state())
-        with self._own_chance():
+        number = mixed(int(task), seed)
+        with self._own_chance(number):
             self._env.reset(num_players=1, seed=number)
             return Observation(self._said())
 
@@ -99,26 +92,6 @@ class TextArenaEnvironment(Environment):
 
         _, messages = self._game.get_observation()
         return "\n".join(str(text) for _, text, kind in messages if kind != ObservationType.PLAYER_ACTION)
-
-    @contextmanager
-    def _own_chance(self) -> Iterator[None]:
-        """The process's random numbers are this game's meanwhile."""
-        import numpy
-
-        others = (random.getstate(), numpy.random.get_state())
-        _set_chance(self._chance)
-        try:
-            yield
-        finally:
-            self._chance = (random.getstate(), numpy.random.get_state())
-            _set_chance(others)
-
-
-def _set_chance(state: tuple[Any, Any]) -> None:
-    import numpy
-
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
 
 
 def _missing(error: LookupError) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 from verl_bpo.envs.adapters.rows import row_for, row_numbers
+from verl_bpo.envs.adapters.seeds import OwnChance
 from verl_bpo.sandbox.base import Observation, Row, TaskError
 from verl_bpo.sandbox.loading import EnvironmentUnavailable, load_module, subclass_for
 from verl_bpo.sandbox.tools import Schema, ToolEnvironment
@@ -67,7 +65,7 @@ class TrlEnvironment(ToolEnvironment):
         self._each, self._earned = reward_each_turn, 0.0
         names = [name for name, _ in inspect.getmembers(self.source, inspect.isfunction)]
         self._schemas = tuple(self._schema(name) for name in names if name not in OWN and not name.startswith("_"))
-        self._chance: tuple[Any, Any] | None = None
+        self._own_chance = OwnChance()
 
     @classmethod
     def tasks(cls, split: str = "train", rows: str | None = None, **_: Any) -> list[str]:
@@ -77,7 +75,6 @@ class TrlEnvironment(ToolEnvironment):
         return self._schemas
 
     async def reset(self, task: str, seed: int = 0, row: Row | None = None) -> Observation:
-        self._chance = None
         row = row_for(task, row, self._rows)
         columns = {**(row.get("extra_info") or {}), **row}
         taken = inspect.signature(self._inner.reset).parameters
@@ -124,27 +121,6 @@ class TrlEnvironment(ToolEnvironment):
             return get_json_schema(getattr(self._inner, name))
         except Exception as error:  # transformers has several for what a docstring may lack
             raise ValueError(f"{self.source.__name__}.{name} makes no tool: {error}") from error
-
-    @contextmanager
-    def _own_chance(self, seed: int | None = None) -> Iterator[None]:
-        """This branch's global random numbers; begun anew with a seed."""
-        numpy = sys.modules.get("numpy")
-        outside = random.getstate(), numpy and numpy.random.get_state()
-        if seed is not None:
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed)
-        elif self._chance is not None:
-            random.setstate(self._chance[0])
-            if self._chance[1] is not None:
-                sys.modules["numpy"].random.set_state(self._chance[1])
-        try:
-            yield
-        finally:
-            self._chance = random.getstate(), numpy and numpy.random.get_state()
-            random.setstate(outside[0])
-            if numpy:
-                numpy.random.set_state(outside[1])
 
 
 async def _awaited(result: Any) -> Any:

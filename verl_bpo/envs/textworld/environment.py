@@ -11,7 +11,6 @@ import copy
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from textworld.generator.inform7 import Inform7Game
 from textworld.logic import Action
 
 from verl_bpo.sandbox.base import Environment, Observation, TaskError
+from verl_bpo.sandbox.history import digest_of
 
 _WAYS = {"north_of": "north", "south_of": "south", "east_of": "east", "west_of": "west"}
 _LOOKS = ("uncut", "sliced", "diced", "chopped", "raw", "roasted", "grilled", "fried", "burned")
@@ -87,7 +87,7 @@ class TextworldEnvironment(Environment):
         """The facts, and which of the quests' events have happened: all that the future of a game depends on."""
         events = [e.done for q in self._progression.quest_progressions for e in (*q.win_events, *q.fail_events)]
         facts = "\n".join(sorted(map(str, self._progression.state.facts)))
-        return {"facts": _hash(facts), "quests": _hash(repr(events))}
+        return {"facts": digest_of(facts), "quests": digest_of(repr(events))}
 
     def expert_actions(self) -> list[str] | None:
         walkthrough = self._rules.game.walkthrough
@@ -238,10 +238,6 @@ class _Facts:
 class _Lists(dict):
     def __missing__(self, key: str) -> list[str]:
         return self.setdefault(key, [])
-
-
-def _hash(text: str) -> str:
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _article(name: str) -> str:
