@@ -269,7 +269,7 @@ class TreeRollout:
         started, retries = time.perf_counter(), self.retries
         while True:
             try:
-                sandbox, observation, state = await self._call(self._open_root)
+                sandbox, observation, state, opened = await self._call(self._open_root)
                 break
             except SandboxError as error:
                 if retries and self._may_pass(error):
@@ -292,7 +292,7 @@ class TreeRollout:
             return
         if not self.tree.prompt_ids:
             self.tree.prompt_ids = list(conversation.ids)
-        life = _Life(sandbox, None, self._print(observation), retries)
+        life = _Life(sandbox, None, opened, retries)
         await self._trajectory(index, life, state, conversation, observation.actions, observation.info, ROOT, 0)
 
     async def _refuse(self, index: int, sandbox: Sandbox, reason: str) -> None:
@@ -393,8 +393,8 @@ class TreeRollout:
                     observation = answer.told
                     idle += 1
                 else:
-                    observation, state = await self._act(life, self._step, answer.action)
-                    life.played.append((answer.action, self._print(observation)))
+                    observation, state, answered = await self._act(life, self._step, answer.action)
+                    life.played.append((answer.action, answered))
                     info = observation.info
                 self.counters["invalid_actions"] += not answer.valid
                 after = self.prompter.observe(conversation, sampled.token_ids, observation, answer.action)
@@ -504,7 +504,7 @@ class TreeRollout:
         """
         await self._close(life.sandbox)
         if life.since is None:
-            sandbox, observation, _ = await self._call(self._open_root)
+            sandbox, observation, *_ = await self._call(self._open_root)
             life.first.check(observation, self.world.volatile, f"reset of {self.task}")
         else:
             (sandbox,) = await self._call(self._fork_snapshot, life.since, 1)
@@ -519,10 +519,6 @@ class TreeRollout:
         finally:
             self.counters["replayed_steps"] += sandbox.env_steps - life.start
             life.start = sandbox.env_steps
-
-    def _print(self, observation: Observation) -> Fingerprint | None:
-        """What a replay is compared with; nothing where none can come."""
-        return Fingerprint.of(observation, self.world.volatile) if self.retries else None
 
     # --- small parts ------------------------------------------------------------------------------------------------
 
@@ -572,14 +568,18 @@ class TreeRollout:
 
     # These run in a thread, which a cancelled task leaves running: what they open must be known before they return.
 
-    def _open_root(self) -> tuple[Sandbox, Observation, StateId]:
+    def _open_root(self) -> tuple[Sandbox, Observation, StateId, Fingerprint | None]:
         sandbox, observation = self.world.reset(self.task, self.seed, self.row)
         self._open.add(sandbox)
-        return sandbox, observation, self._state(sandbox, observation)
+        return sandbox, observation, self._state(sandbox, observation), self._print(observation)
 
-    def _step(self, sandbox: Sandbox, action: Action) -> tuple[Observation, StateId]:
+    def _step(self, sandbox: Sandbox, action: Action) -> tuple[Observation, StateId, Fingerprint | None]:
         observation = sandbox.step(action)
-        return observation, self._state(sandbox, observation)
+        return observation, self._state(sandbox, observation), self._print(observation)
+
+    def _print(self, observation: Observation) -> Fingerprint | None:
+        """What a replay is compared with; nothing where none can come."""
+        return Fingerprint.of(observation, self.world.volatile) if self.retries else None
 
     def _state(self, sandbox: Sandbox, observation: Observation) -> StateId:
         digest = None
