@@ -6,11 +6,13 @@ import math
 from collections import defaultdict
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from second_definitions import batches, forest_of, grown
 
 from verl_bpo.advantages.hgpo import HGPO
+from verl_bpo.advantages.leaves import relative
 from verl_bpo.advantages.tree_grpo import TreeGRPO
 from verl_bpo.config.schema import build, find_estimator
 from verl_bpo.report.slow_gigpo import compared
@@ -84,6 +86,15 @@ def test_tree_grpo_by_hand():
     assert float(TreeGRPO()(forest_of(*batch)).advantage[1]) == pytest.approx(
         inter[0] / spread[0] + intra[0] / spread[1]
     )
+
+
+def test_a_member_that_is_its_groups_mean_deviates_by_nothing_whatever_rounding_leaves():
+    """HGPO leaves a group out for whom it says nothing, so that 5e-17 in place of 0 halved an advantage."""
+    x = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    assert (x - x.sum() / 3)[1] != 0
+    found, _ = relative(x, torch.zeros(3, dtype=torch.int64), std=False)
+    assert found[1] == 0
+    assert found.tolist() == pytest.approx([-0.1, 0.0, 0.1])
 
 
 # --- HGPO -------------------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def relative(x: Tensor, group: Tensor, std: bool, population: bool = False) -> t
     group = group.unique(return_inverse=True)[1]
     n = sum_by(group, torch.ones_like(group))
     deviation = x - (sum_by(group, x) / n)[group]
-    equal = sum_by(group, deviation.abs()) <= noise(x) * sum_by(group, x.abs())
-    deviation = deviation.masked_fill(equal[group], 0)
+    # What rounding leaves of a member that is its group's mean is 0: HGPO counts the groups in which there is something.
+    deviation = deviation.masked_fill(deviation.abs() <= (noise(x) * sum_by(group, x.abs()))[group], 0)
     if std:
         free = n if population else (n - 1).clamp(min=1)
         spread = (sum_by(group, deviation**2) / free).sqrt()

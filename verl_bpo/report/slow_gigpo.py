@@ -89,10 +89,11 @@ def slow_gigpo(
 
 def compared(values: list[float], norm: str) -> list[float]:
     """Each less the mean, over the sample standard deviation if ``norm`` is ``std``; 0 for one alone or if all are equal."""
-    if max(values) - min(values) <= 1e-12 * max(map(abs, values)):
+    largest = max(map(abs, values))
+    if max(values) - min(values) <= 1e-12 * largest:
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
     spread = 1.0
     if norm == "std":
         spread = EPSILON + math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return [(v - mean) / spread for v in values]
+    return [(v - mean) / spread if abs(v - mean) > 1e-12 * largest else 0.0 for v in values]
