@@ -142,6 +142,16 @@ def test_with_both_it_is_shorter_at_some_states_and_turns_no_direction():
         assert float(torch.cosine_similarity(found.flatten(), true.flatten(), 0)) == pytest.approx(cosine, abs=2e-3)
 
 
+@pytest.mark.parametrize("rollouts, shortest", [(2, 0.766), (3, 0.884)])
+def test_the_shortest_of_the_gradients_at_a_state_are_as_the_documentation_says(rollouts, shortest):
+    shares = []
+    for seed in range(4):
+        found, true = tabular(seed, rollouts)
+        shares += (found / true)[true.abs() > 1e-12].tolist()
+        assert float(torch.cosine_similarity(found.flatten(), true.flatten(), 0)) > 0.9966
+    assert min(shares) == pytest.approx(shortest, abs=1e-3) and max(shares) <= 1 + 1e-9
+
+
 @pytest.mark.parametrize("preset", ["guided", "critic"])
 @pytest.mark.parametrize("graded", [False, True])
 def test_on_trees_every_state_learns_in_the_right_direction(preset, graded):
