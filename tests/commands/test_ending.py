@@ -104,8 +104,10 @@ def test_the_quickstart_ends_what_it_trains(tmp_path, number):
     (fakes / "verl-bpo").write_text(
         f'#!/bin/bash\n[ "$1" = train ] || exit 0\ntouch {tmp_path}/training\nexec sleep 600\n'
     )
-    (fakes / "python").symlink_to(sys.executable)
-    (fakes / "verl-bpo").chmod(0o755)
+    # Not a link, by which some Pythons don't find the virtual environment that they belong to.
+    (fakes / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    for name in ("verl-bpo", "python"):
+        (fakes / name).chmod(0o755)
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", "recipes/quickstart/run.sh"], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
